@@ -1,0 +1,115 @@
+"""What the engines need of a model on a worker: run a step, export and import state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ripresa.workers.scheduling.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOutput:
+    """The stream between layer E-1 and layer E, for rows [start, start + len) of a sequence.
+
+    Attributes:
+        start: position of the first row.
+        hidden: [rows, n, d] float32, all hyper-connection streams.
+        pre_mix: [rows, n] float32, the mix that layer E's attention site collapses with.
+    """
+
+    start: int
+    hidden: torch.Tensor
+    pre_mix: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.hidden.shape[0])
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step produced, by slot.
+
+    Attributes:
+        sampled: the chosen next token.
+        encoder_output: rows at or above the sequence's `hand_over_from`.
+        logits: [decoder rows, vocab] float32 where they were asked for.
+        num_encoder_rows, num_decoder_rows: rows really computed in each half.
+    """
+
+    sampled: dict[int, int] = field(default_factory=dict)
+    encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_encoder_rows: int = 0
+    num_decoder_rows: int = 0
+
+
+class ModelRunner(Protocol):
+    """One rank's model with its KV memory. `execute` runs in the engine's step thread.
+
+    The byte counts and the digest come from the worker's KV layout; both ends of a transfer
+    derive the same ones or refuse each other.
+    """
+
+    @property
+    def window(self) -> int:
+        """W: sliding window and block size in tokens."""
+
+    @property
+    def layout_digest(self) -> bytes: ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that can hold rings at once."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def execute(
+        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+    ) -> StepOutput:
+        """Run one step; `inbound` gives handed-over encoder output by slot."""
+
+    def block_bytes(self, num_blocks: int) -> int: ...
+
+    def export_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Whole blocks as uint8 [block_bytes(len(block_ids))], contiguous."""
+
+    def import_blocks(self, block_ids: Sequence[int], payload: torch.Tensor) -> None: ...
+
+    def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int: ...
+
+    def export_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output: EncoderOutput,
+        source_window: bool,
+    ) -> torch.Tensor:
+        """Partial block, encoder windows' last W rows, open pairs, layer E's own window rows
+        (if `source_window`) and the encoder output rows, as uint8 [state_bytes(...)]."""
+
+    def import_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output_start: int,
+        source_window: bool,
+        payload: torch.Tensor,
+    ) -> EncoderOutput: ...
+
+    def release_slot(self, slot: int) -> None:
+        """Forget a slot's rings and open pairs: nothing of it may be readable by the next one."""
