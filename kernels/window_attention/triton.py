@@ -7,6 +7,9 @@ Because one program owns a query's whole softmax, a row's result depends on noth
 batch.
 """
 
+# Kernel parameters are traced, not typed.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from ripresa.kernels.window_attention.reference import WindowTiles
 
 LOG2E = 1.4426950408889634
 
@@ -43,14 +48,15 @@ class LaunchConfig:
 
 
 def launch_config(num_heads: int, head_dim: int, dtype: torch.dtype) -> LaunchConfig:
-    """The launch configuration for a geometry."""
+    """The launch configuration for a geometry.
+
+    The compile tests hold these choices to no spilled registers on sm_90.
+    """
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_h = min(64, max(16, triton.next_power_of_2(num_heads)))
     if dtype is torch.float32:
-        return LaunchConfig(16, 32 if block_d <= 128 else 16, block_d, 4, 1)
-    if block_h < 64:
-        return LaunchConfig(block_h, 32, block_d, 4, 2)
-    return LaunchConfig(block_h, 64, block_d, 4 if block_d <= 128 else 8, 2)
+        return LaunchConfig(16, 32 if block_d <= 64 else 16, block_d, 4, 1)
+    block_h = 64 if num_heads >= 64 else 16
+    return LaunchConfig(block_h, 32, block_d, 8 if block_h == 64 and block_d > 128 else 4, 2)
 
 
 @triton.jit
@@ -84,7 +90,6 @@ def window_attention_kernel(
     slots_ptr,
     out_ptr,
     scale,
-    num_heads,
     num_slots,
     pool_rows,
     q_stride_t,
@@ -95,6 +100,7 @@ def window_attention_kernel(
     slots_stride_k,
     SINK_LIMIT: tl.constexpr,
     LOG2E: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_POOL: tl.constexpr,
     F32DOT: tl.constexpr,
@@ -106,7 +112,7 @@ def window_attention_kernel(
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     key = tl.arange(0, BLOCK_N)
-    head_mask = head < num_heads
+    head_mask = head < NUM_HEADS
     channel_mask = channel < HEAD_DIM
     q_mask = head_mask[:, None] & channel_mask[None, :]
 
@@ -151,9 +157,13 @@ def window_attention_kernel(
                 keys = keys.to(tl.float32)
             top, total, acc = _attend(q, keys, valid, top, total, acc, scale, F32DOT)
 
-    out = acc / total[:, None]
-    out_offset = (t * num_heads + head[:, None]) * HEAD_DIM + channel[None, :]
-    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    out = acc * (1.0 / total)[:, None]
+    out_offset = head.to(tl.int32)[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(
+        out_ptr + t * (NUM_HEADS * HEAD_DIM) + out_offset,
+        out.to(out_ptr.dtype.element_ty),
+        mask=q_mask,
+    )
 
 
 def supports_window_attention(
@@ -164,8 +174,9 @@ def supports_window_attention(
     sink: torch.Tensor,
     scale: float,
     window: int,
-    pool: torch.Tensor | None,
-    slots: torch.Tensor | None,
+    pool: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    tiles: WindowTiles | None = None,
 ) -> bool:
     """Whether the kernel handles these arguments: dtypes bfloat16 or float32, alike in q, kv and
     pool, channels adjacent, head_dim at most 512."""
@@ -185,14 +196,15 @@ def window_attention(
     sink: torch.Tensor,
     scale: float,
     window: int,
-    pool: torch.Tensor | None,
-    slots: torch.Tensor | None,
+    pool: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    tiles: WindowTiles | None = None,
 ) -> torch.Tensor:
     """The reference's contract on the device, accumulating in float32.
 
     bfloat16 inputs round the softmax weights to bfloat16 before the second product. Slots outside
     the pool count as none. The window only bounds `hi - lo`: the loop runs over the rows there
-    are, so replayed and early rows do less work.
+    are, so replayed and early rows do less work. `tiles` group queries on the CPU and are ignored.
 
     Raises ValueError where `supports_window_attention` says no, or pool and slots do not come
     together.
@@ -222,7 +234,6 @@ def window_attention(
         slots,
         out,
         scale * LOG2E,
-        num_heads,
         0 if slots is None else slots.shape[1],
         0 if pool is None else pool.shape[0],
         q.stride(0),
@@ -233,6 +244,7 @@ def window_attention(
         0 if slots is None else slots.stride(1),
         SINK_LIMIT=_SINK_LIMIT,
         LOG2E=LOG2E,
+        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         HAS_POOL=pool is not None,
         F32DOT=f32dot,
