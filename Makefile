@@ -1,0 +1,98 @@
+# What can I do here? `make` alone lists it. Every target makes the virtual environment it needs.
+
+PYTHON ?= python3
+CONFIG ?= k8s/config.yaml
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLING := $(VENV)/.installing
+PROMETHEUS := .ripresa/prometheus/usr/bin/prometheus
+
+PYTEST := $(BIN)/python -m pytest
+# Every test is in exactly one of three tiers.
+FAST := not cluster and not slow and not long
+CI := (cluster or slow) and not long
+LONG := long
+# Triton fixes at import whether it interprets or compiles, so each way has its own process.
+KERNELS := tests/kernels_interp tests/kernels_compile
+WITHOUT_KERNELS := $(KERNELS:%=--ignore=%)
+INTERPRET := env TRITON_INTERPRET=1
+COMPILE := env -u TRITON_INTERPRET
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo serve test test-ci test-long lint bench lock prometheus clean
+
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## Start a local cluster, stream an answer, stop everything.
+	$(BIN)/ripresa demo
+
+serve: $(INSTALLED)  ## Serve until interrupted: make serve CONFIG=path/to/config.yaml
+	$(BIN)/ripresa serve $(CONFIG)
+
+test: $(INSTALLED)  ## Fast tests: no cluster, no compile sweeps (under 15 minutes on 2 cores).
+	$(COMPILE) $(PYTEST) -m "$(FAST)" $(WITHOUT_KERNELS)
+	$(INTERPRET) $(PYTEST) -m "$(FAST)" tests/kernels_interp
+	$(COMPILE) $(PYTEST) -m "$(FAST)" tests/kernels_compile
+
+test-ci: $(INSTALLED)  ## Tests that start clusters or take long histories (under 40 minutes).
+	$(COMPILE) $(PYTEST) -m "$(CI)" $(WITHOUT_KERNELS)
+
+test-long: $(INSTALLED) $(PROMETHEUS)  ## Tests that need minutes or a running Prometheus.
+	$(COMPILE) $(PYTEST) -m "$(LONG)" $(WITHOUT_KERNELS)
+
+lint: $(INSTALLED)  ## Style, formatting, types and import contracts.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED)  ## Run every script of tests/bench, each printing its numbers and its machine.
+	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+prometheus: $(PROMETHEUS)  ## Unpack Debian's prometheus and promtool into .ripresa.
+
+clean:  ## Remove everything that these targets made, .venv included.
+	rm -rf $(VENV) .ripresa dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  .import_linter_cache
+	find cluster workers kernels protos tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The marker outlives an interrupted install; pip would take a half-written package for a whole
+# one, so the next run starts from an empty environment.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'ripresa needs Python 3.11 or newer as $(PYTHON):' \
+	    'install one and name it, as in "make PYTHON=python3.12 demo"' >&2; exit 1; }
+	@if [ ! -x $(BIN)/python ] || [ -e $(INSTALLING) ]; then \
+	  $(PYTHON) -m venv --clear $(VENV) || { \
+	    echo 'could not make $(VENV); on Debian and Ubuntu: apt-get install python3-venv' >&2; \
+	    exit 1; }; \
+	fi
+	@touch $(INSTALLING)
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm $(INSTALLING)
+	@touch $@
+
+$(PROMETHEUS):
+	@command -v apt-get >/dev/null || { \
+	  echo 'the long tests take prometheus from Debian packages: run them on Debian or Ubuntu,' \
+	    'or put prometheus and promtool into $(dir $@)' >&2; exit 1; }
+	@mkdir -p .ripresa/prometheus
+	cd .ripresa/prometheus && { apt-get download prometheus || { \
+	  apt-get update && apt-get download prometheus; }; }
+	dpkg -x .ripresa/prometheus/prometheus_*.deb .ripresa/prometheus
+	@touch $@
+
+# Resolves pyproject.toml afresh; keep the triton line by hand, see the lock's first lines.
+lock:  ## Write requirements.lock anew with the newest versions that pyproject.toml allows.
+	$(PYTHON) -m venv --clear .ripresa/lock
+	.ripresa/lock/bin/python -m pip install --quiet 'hatchling>=1.27' '.[dev]' 'torch==2.13.0'
+	{ sed -n '/^#/p' requirements.lock; \
+	  .ripresa/lock/bin/python -m pip freeze --all --exclude pip --exclude ripresa \
+	    | sed -e 's/+cpu$$//' -e '/^triton==/d'; \
+	  sed -n '/^triton/p' requirements.lock; } > .ripresa/requirements.lock
+	mv .ripresa/requirements.lock requirements.lock

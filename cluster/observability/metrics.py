@@ -1,0 +1,314 @@
+"""Which series does a gateway export? Every one is a row of `SERIES`; nothing else exists.
+
+A request reports what happens to it through its own `RequestRecord`, which keeps the gauges, the
+latencies and the outcome counters consistent: each request leaves the gauges exactly once.
+Labels take few values, all known at start-up or from the configuration; no request text, no ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from ripresa.workers.errors import ErrorCode
+from ripresa.workers.request import FinishReason, WorkCounters
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# Seconds. They resolve the demo model on a laptop as well as the longest prompts of a fleet.
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+INTER_TOKEN_BUCKETS_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+)
+REQUEST_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+)
+
+
+class Kind(StrEnum):
+    """The Prometheus type of a series."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Phase(StrEnum):
+    """Why the decoder half computed a row."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One row of the table.
+
+    Attributes:
+        name: as it is queried (counters with `_total`, histograms without `_bucket`).
+        kind: the Prometheus type.
+        documentation: what is counted or measured, with its unit.
+        labels: label name -> values known in advance; these exist, at zero, from the start. An
+            empty tuple means that the values come from the configuration.
+        buckets: upper bounds of a histogram in seconds.
+    """
+
+    name: str
+    kind: Kind
+    documentation: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+TIME_TO_FIRST_TOKEN = Series(
+    "ripresa_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the arrival of a request to its first token.",
+    buckets=FIRST_TOKEN_BUCKETS_S,
+)
+INTER_TOKEN_LATENCY = Series(
+    "ripresa_inter_token_latency_seconds",
+    Kind.HISTOGRAM,
+    "Seconds between two delta messages of a stream, one observation a message.",
+    buckets=INTER_TOKEN_BUCKETS_S,
+)
+E2E_REQUEST_LATENCY = Series(
+    "ripresa_e2e_request_latency_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the arrival of a request to the end of its stream, finished requests only.",
+    buckets=REQUEST_BUCKETS_S,
+)
+NUM_REQUESTS_RUNNING = Series(
+    "ripresa_num_requests_running",
+    Kind.GAUGE,
+    "Requests for which a decode worker holds pages.",
+)
+NUM_REQUESTS_WAITING = Series(
+    "ripresa_num_requests_waiting",
+    Kind.GAUGE,
+    "Accepted requests for which no decode worker holds pages yet.",
+)
+PROMPT_TOKENS = Series(
+    "ripresa_prompt_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens of accepted requests.",
+)
+GENERATION_TOKENS = Series(
+    "ripresa_generation_tokens_total",
+    Kind.COUNTER,
+    "Tokens streamed to clients.",
+)
+REQUEST_SUCCESS = Series(
+    "ripresa_request_success_total",
+    Kind.COUNTER,
+    "Requests whose stream finished, by the reason why it ended.",
+    labels=(("finish_reason", tuple(FinishReason)),),
+)
+REQUEST_FAILURE = Series(
+    "ripresa_request_failure_total",
+    Kind.COUNTER,
+    "Requests refused before they started or ended by an error or a cancel, by error code.",
+    labels=(("code", tuple(ErrorCode)),),
+)
+TRANSFER_BYTES = Series(
+    "ripresa_transfer_bytes_total",
+    Kind.COUNTER,
+    "Bytes of state handed from encoder to decode workers for finished requests, by backend.",
+    labels=(("backend", ()),),
+)
+ENCODER_ROWS = Series(
+    "ripresa_encoder_rows_total",
+    Kind.COUNTER,
+    "Rows computed in the encoder half for finished requests, summed over its layers.",
+)
+DECODER_ROWS = Series(
+    "ripresa_decoder_rows_total",
+    Kind.COUNTER,
+    "Rows computed in the decoder half for finished requests, summed over its layers, by phase.",
+    labels=(("phase", tuple(Phase)),),
+)
+
+SERIES = (
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN_LATENCY,
+    E2E_REQUEST_LATENCY,
+    NUM_REQUESTS_RUNNING,
+    NUM_REQUESTS_WAITING,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    REQUEST_SUCCESS,
+    REQUEST_FAILURE,
+    TRANSFER_BYTES,
+    ENCODER_ROWS,
+    DECODER_ROWS,
+)
+
+
+class RequestState(StrEnum):
+    """Where a request stands; `_NEXT` lists the legal steps."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_NEXT = {
+    # Back to waiting when a worker died and the request is planned again.
+    RequestState.WAITING: {RequestState.RUNNING, RequestState.ENDED},
+    RequestState.RUNNING: {RequestState.WAITING, RequestState.ENDED},
+    RequestState.ENDED: frozenset[RequestState](),
+}
+
+
+class GatewayMetrics:
+    """The series of one gateway process, in a registry of their own.
+
+    Args:
+        backends: transfer backends in use, so that their counters exist before the first byte.
+        clock: monotonic seconds; tests pass their own.
+    """
+
+    def __init__(
+        self, *, backends: tuple[str, ...] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        self._counters: dict[Series, Counter] = {}
+        self._gauges: dict[Series, Gauge] = {}
+        self._histograms: dict[Series, Histogram] = {}
+        for series in SERIES:
+            self._register(series)
+        for backend in backends:
+            self.counter(TRANSFER_BYTES).labels(backend)
+
+    def request_started(self, num_prompt_tokens: int) -> RequestRecord:
+        """Counts an accepted request as waiting and starts its clock."""
+        self.counter(PROMPT_TOKENS).inc(num_prompt_tokens)
+        return RequestRecord(self, self._clock)
+
+    def request_rejected(self, code: ErrorCode) -> None:
+        """Counts a request that was refused before it started."""
+        self.counter(REQUEST_FAILURE).labels(code).inc()
+
+    def counter(self, series: Series) -> Counter:
+        """The counter behind a row of `SERIES`."""
+        return self._counters[series]
+
+    def gauge(self, series: Series) -> Gauge:
+        """The gauge behind a row of `SERIES`."""
+        return self._gauges[series]
+
+    def histogram(self, series: Series) -> Histogram:
+        """The histogram behind a row of `SERIES`."""
+        return self._histograms[series]
+
+    def render(self) -> bytes:
+        """The current values in Prometheus's text format, to be served as `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _register(self, series: Series) -> None:
+        names = [name for name, _ in series.labels]
+        match series.kind:
+            case Kind.HISTOGRAM:
+                self._histograms[series] = Histogram(
+                    series.name,
+                    series.documentation,
+                    names,
+                    registry=self.registry,
+                    buckets=series.buckets,
+                )
+            case Kind.GAUGE:
+                self._gauges[series] = Gauge(
+                    series.name, series.documentation, names, registry=self.registry
+                )
+            case Kind.COUNTER:
+                counter = Counter(series.name, series.documentation, names, registry=self.registry)
+                self._counters[series] = counter
+                for _, values in series.labels:
+                    for value in values:
+                        counter.labels(value)
+
+
+class RequestRecord:
+    """What one request adds to the series; made by `GatewayMetrics.request_started`.
+
+    Every request ends with exactly one of `finished` and `failed`; later calls raise
+    `RuntimeError`, because they would count a request twice.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived_s = clock()
+        self._last_delta_s: float | None = None
+        self._state = RequestState.WAITING
+        self._gauge(RequestState.WAITING).inc()
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    def running(self) -> None:
+        """A decode worker holds the request's pages."""
+        self._move(RequestState.RUNNING)
+
+    def waiting_again(self) -> None:
+        """The worker is gone; the request waits for another one."""
+        self._move(RequestState.WAITING)
+
+    def delta(self, num_tokens: int) -> None:
+        """A message with `num_tokens` new tokens goes to the client."""
+        now_s = self._clock()
+        if self._last_delta_s is None:
+            self._metrics.histogram(TIME_TO_FIRST_TOKEN).observe(now_s - self._arrived_s)
+        else:
+            self._metrics.histogram(INTER_TOKEN_LATENCY).observe(now_s - self._last_delta_s)
+        self._last_delta_s = now_s
+        self._metrics.counter(GENERATION_TOKENS).inc(num_tokens)
+
+    def finished(
+        self, reason: FinishReason, counters: WorkCounters, *, backend: str | None
+    ) -> None:
+        """The stream ended well.
+
+        Args:
+            reason: why it ended.
+            counters: the rows and bytes that the workers report for it.
+            backend: what moved the state; None if the decode worker prefilled by itself.
+        """
+        self._move(RequestState.ENDED)
+        counter = self._metrics.counter
+        counter(REQUEST_SUCCESS).labels(reason).inc()
+        counter(ENCODER_ROWS).inc(counters.encoder_rows)
+        counter(DECODER_ROWS).labels(Phase.PREFILL).inc(counters.decoder_prefill_rows)
+        counter(DECODER_ROWS).labels(Phase.DECODE).inc(counters.decoder_rows)
+        if backend is not None:
+            counter(TRANSFER_BYTES).labels(backend).inc(counters.transfer_bytes)
+        self._metrics.histogram(E2E_REQUEST_LATENCY).observe(self._clock() - self._arrived_s)
+
+    def failed(self, code: ErrorCode) -> None:
+        """The stream ended by an error, a deadline or a cancel."""
+        self._move(RequestState.ENDED)
+        self._metrics.counter(REQUEST_FAILURE).labels(code).inc()
+
+    def _move(self, state: RequestState) -> None:
+        if state not in _NEXT[self._state]:
+            raise RuntimeError(f"a request that is {self._state} cannot become {state}")
+        self._gauge(self._state).dec()
+        self._state = state
+        if state is not RequestState.ENDED:
+            self._gauge(state).inc()
+
+    def _gauge(self, state: RequestState) -> Gauge:
+        waiting = state is RequestState.WAITING
+        return self._metrics.gauge(NUM_REQUESTS_WAITING if waiting else NUM_REQUESTS_RUNNING)

@@ -1,0 +1,204 @@
+"""Do the gateway's series say what happened, in the format that Prometheus reads?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from ripresa.cluster.observability.metrics import SERIES, GatewayMetrics, Kind, RequestRecord
+from ripresa.workers.errors import ErrorCode
+from ripresa.workers.request import FinishReason, WorkCounters
+
+COUNTERS = WorkCounters(
+    encoder_rows=40, decoder_prefill_rows=12, decoder_rows=18, transfer_bytes=2_048
+)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> GatewayMetrics:
+    return GatewayMetrics(backends=("gloo",), clock=clock)
+
+
+def samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
+    """(sample name, label values ...) -> value, as a scraper reads them."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_table_and_endpoint_agree(metrics: GatewayMetrics) -> None:
+    read = {
+        # The parser drops a counter's suffix, and each family has a twin with its creation time.
+        family.name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            family.documentation,
+        )
+        for family in text_string_to_metric_families(metrics.render().decode())
+        if not family.name.endswith("_created")
+    }
+    assert read == {series.name: (series.kind, series.documentation) for series in SERIES}
+
+
+def test_names_follow_the_conventions() -> None:
+    for series in SERIES:
+        assert re.fullmatch(r"ripresa_[a-z0-9_]+", series.name)
+        assert series.name.endswith("_total") == (series.kind is Kind.COUNTER)
+        assert (series.kind is Kind.HISTOGRAM) == series.name.endswith("_seconds")
+        assert list(series.buckets) == sorted(set(series.buckets))
+        assert bool(series.buckets) == (series.kind is Kind.HISTOGRAM)
+
+
+def test_labels_take_few_values() -> None:
+    labels = {name: values for series in SERIES for name, values in series.labels}
+    assert set(labels) == {"finish_reason", "code", "backend", "phase"}
+    assert all(len(values) <= 16 for values in labels.values())
+
+
+def test_known_labels_exist_before_the_first_request(metrics: GatewayMetrics) -> None:
+    read = samples(metrics)
+    for reason in FinishReason:
+        assert read["ripresa_request_success_total", reason] == 0
+    for code in ErrorCode:
+        assert read["ripresa_request_failure_total", code] == 0
+    assert read["ripresa_transfer_bytes_total", "gloo"] == 0
+
+
+def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
+    request = metrics.request_started(num_prompt_tokens=7)
+    assert samples(metrics)["ripresa_num_requests_waiting",] == 1
+    request.running()
+    assert samples(metrics)["ripresa_num_requests_waiting",] == 0
+    assert samples(metrics)["ripresa_num_requests_running",] == 1
+    for pause_s, num_tokens in ((0.3, 1), (0.02, 2), (0.04, 1)):
+        clock.now_s += pause_s
+        request.delta(num_tokens)
+    clock.now_s += 0.14
+    request.finished(FinishReason.LENGTH, COUNTERS, backend="gloo")
+
+    read = samples(metrics)
+    assert read["ripresa_num_requests_running",] == 0
+    assert read["ripresa_prompt_tokens_total",] == 7
+    assert read["ripresa_generation_tokens_total",] == 4
+    assert read["ripresa_time_to_first_token_seconds_count",] == 1
+    assert read["ripresa_time_to_first_token_seconds_sum",] == pytest.approx(0.3)
+    assert read["ripresa_inter_token_latency_seconds_count",] == 2
+    assert read["ripresa_inter_token_latency_seconds_sum",] == pytest.approx(0.06)
+    assert read["ripresa_inter_token_latency_seconds_bucket", "0.03"] == 1
+    assert read["ripresa_e2e_request_latency_seconds_count",] == 1
+    assert read["ripresa_e2e_request_latency_seconds_sum",] == pytest.approx(0.5)
+    assert read["ripresa_request_success_total", "length"] == 1
+    assert read["ripresa_request_success_total", "stop"] == 0
+    assert read["ripresa_encoder_rows_total",] == 40
+    assert read["ripresa_decoder_rows_total", "prefill"] == 12
+    assert read["ripresa_decoder_rows_total", "decode"] == 18
+    assert read["ripresa_transfer_bytes_total", "gloo"] == 2_048
+
+
+def test_a_local_prefill_moves_no_bytes(metrics: GatewayMetrics) -> None:
+    request = metrics.request_started(num_prompt_tokens=1)
+    request.running()
+    request.finished(FinishReason.STOP, WorkCounters(encoder_rows=3), backend=None)
+    assert samples(metrics)["ripresa_transfer_bytes_total", "gloo"] == 0
+
+
+@pytest.mark.parametrize("was_running", [False, True])
+def test_a_request_that_fails(metrics: GatewayMetrics, was_running: bool) -> None:
+    request = metrics.request_started(num_prompt_tokens=3)
+    if was_running:
+        request.running()
+    request.failed(ErrorCode.DEADLINE_EXCEEDED)
+    read = samples(metrics)
+    assert read["ripresa_num_requests_waiting",] == 0
+    assert read["ripresa_num_requests_running",] == 0
+    assert read["ripresa_request_failure_total", "DEADLINE_EXCEEDED"] == 1
+    assert read["ripresa_e2e_request_latency_seconds_count",] == 0
+
+
+def test_a_refused_request_never_waits(metrics: GatewayMetrics) -> None:
+    metrics.request_rejected(ErrorCode.RESOURCE_EXHAUSTED)
+    read = samples(metrics)
+    assert read["ripresa_request_failure_total", "RESOURCE_EXHAUSTED"] == 1
+    assert read["ripresa_num_requests_waiting",] == 0
+    assert read["ripresa_prompt_tokens_total",] == 0
+
+
+def test_a_request_ends_once(metrics: GatewayMetrics) -> None:
+    request = metrics.request_started(num_prompt_tokens=3)
+    request.failed(ErrorCode.CANCELLED)
+    with pytest.raises(RuntimeError, match="ended cannot become ended"):
+        request.failed(ErrorCode.CANCELLED)
+    with pytest.raises(RuntimeError, match="ended cannot become running"):
+        request.running()
+    assert samples(metrics)["ripresa_request_failure_total", "CANCELLED"] == 1
+    assert samples(metrics)["ripresa_num_requests_waiting",] == 0
+
+
+def test_two_gateways_of_one_process_do_not_mix(metrics: GatewayMetrics) -> None:
+    other = GatewayMetrics()
+    other.request_started(num_prompt_tokens=5)
+    assert samples(metrics)["ripresa_prompt_tokens_total",] == 0
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["running", "waiting_again", "delta"]), max_size=6),
+        min_size=1,
+        max_size=5,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_gauges_return_to_zero_whatever_happens(steps: list[list[str]], random: object) -> None:
+    metrics = GatewayMetrics()
+    open_requests = [(metrics.request_started(1), iter(names)) for names in steps]
+    while open_requests:
+        index = random.randrange(len(open_requests))  # type: ignore[attr-defined]
+        request, names = open_requests[index]
+        if not take_step(request, names):
+            request.failed(ErrorCode.UNAVAILABLE)
+            del open_requests[index]
+        read = samples(metrics)
+        waiting, running = (
+            read[f"ripresa_num_requests_{state}",] for state in ("waiting", "running")
+        )
+        assert waiting >= 0
+        assert running >= 0
+        assert waiting + running == len(open_requests)
+    assert samples(metrics)["ripresa_request_failure_total", "UNAVAILABLE"] == len(steps)
+
+
+def take_step(request: RequestRecord, names: Iterator[str]) -> bool:
+    """Takes the next legal step; False when none is left."""
+    for name in names:
+        match name, request.state:
+            case "running", "waiting":
+                request.running()
+            case "waiting_again", "running":
+                request.waiting_again()
+            case "delta", "running":
+                request.delta(1)
+            case _:
+                continue
+        return True
+    return False
