@@ -1,0 +1,269 @@
+"""How does the service meet gRPC? Handlers, statuses, health, reflection, start and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ripresa.cluster.gateway import status
+from ripresa.cluster.gateway.malformed import request_decoder
+from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
+
+log = logging.getLogger(__name__)
+
+INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"]
+HEALTH_NAMES = (health.OVERALL_HEALTH, INFERENCE.full_name)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Unary = Callable[[Any, Call], Awaitable[Message]]
+Streaming = Callable[[Any, Call], AsyncGenerator[Message]]
+
+
+class GrpcServer:
+    """A `grpc.aio` server of the gateway; made, started and stopped on one event loop.
+
+    Args:
+        host, port: where to listen; port 0 takes a free one.
+        max_message_bytes: largest request; a larger one is refused with RESOURCE_EXHAUSTED.
+        reuse_port: let another gateway process share the port (an old and a new replica).
+        serve_reflection: let clients list and describe the services.
+        ready_interval_s: how often health watchers hear whether the router is ready; `Check`
+            asks the router at once.
+        drain_notice_s: how long a stopping server goes on while health says NOT_SERVING, so that
+            load balancers look elsewhere first.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        *,
+        host: str,
+        port: int,
+        max_message_bytes: int = 4 << 20,
+        reuse_port: bool = False,
+        serve_reflection: bool = True,
+        ready_interval_s: float = 0.5,
+        drain_notice_s: float = 0.5,
+    ) -> None:
+        self._service = service
+        self._host = host
+        self._port = port
+        self._drain_notice_s = drain_notice_s
+        self._ready_interval_s = ready_interval_s
+        self._health = _Health(service)
+        self._watch: asyncio.Task[None] | None = None
+        self._server = grpc.aio.server(
+            options=[
+                # Our decoder refuses from `max_message_bytes` on and names the setting; gRPC's
+                # own limit, with its own words, only bounds what is read before that.
+                ("grpc.max_receive_message_length", 2 * max_message_bytes),
+                ("grpc.so_reuseport", int(reuse_port)),
+                # Notice within 40 s a client that vanished without closing its connection.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ]
+        )
+        for descriptor in pb.DESCRIPTOR.services_by_name.values():
+            handlers = _service_handlers(descriptor, service, max_message_bytes)
+            self._server.add_generic_rpc_handlers((handlers,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if serve_reflection:
+            names = (INFERENCE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; the asked one before `start`."""
+        return self._port
+
+    async def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            ConfigError: the address cannot be bound; `field` is the setting to change.
+        """
+        try:
+            self._port = self._server.add_insecure_port(_address(self._host, self._port))
+        except RuntimeError as error:
+            raise _bind_error(self._host, self._port) from error
+        await self._health.refresh()
+        await self._server.start()
+        self._watch = asyncio.create_task(self._watch_readiness(), name="grpc-readiness")
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain: health says NOT_SERVING, a notice later no new call is taken, running calls get
+        `grace_s` seconds to finish. Safe to call without a `start`."""
+        self._service.start_draining()
+        if self._watch is not None:
+            self._watch.cancel()
+            await self._health.enter_graceful_shutdown()
+            await asyncio.sleep(self._drain_notice_s)
+        await self._server.stop(grace_s)
+
+    async def _watch_readiness(self) -> None:
+        while True:
+            await asyncio.sleep(self._ready_interval_s)
+            await self._health.refresh()
+
+
+def require_free_port(host: str, port: int, field: str) -> None:
+    """Refuse a port that something listens on, before anything was started.
+
+    Raises:
+        ConfigError: the address cannot be bound; `field` is the setting to change.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise _bind_error(host, port, field, error.strerror) from error
+
+
+class _Health(health.aio.HealthServicer):
+    """SERVING while the service is ready; a `Check` looks afresh."""
+
+    def __init__(self, service: InferenceService) -> None:
+        super().__init__()
+        self._service = service
+
+    async def refresh(self) -> None:
+        try:
+            ready = await self._service.ready()
+        except RipresaError as error:
+            log.warning("the router does not say whether it is ready: %s", error)
+            ready = False
+        answers = health_pb2.HealthCheckResponse
+        for name in HEALTH_NAMES:
+            await self.set(name, answers.SERVING if ready else answers.NOT_SERVING)
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+        await self.refresh()
+        return await super().Check(request, context)
+
+
+def _service_handlers(
+    descriptor: ServiceDescriptor, service: InferenceService, max_message_bytes: int
+) -> grpc.GenericRpcHandler:
+    unary: dict[str, Unary] = {}
+    streaming: dict[str, Streaming] = {}
+    if descriptor is INFERENCE:
+        unary["Abort"] = service.abort
+        unary["Tokenize"] = service.tokenize
+        unary["Detokenize"] = service.detokenize
+        unary["ListModels"] = service.list_models
+        streaming["Generate"] = service.generate
+    handlers: dict[str, Any] = {}
+    for method in descriptor.methods:
+        if method.name in unary:
+            answer: Any = _unary_handler(unary[method.name])
+        elif method.name in streaming:
+            answer = _streaming_handler(streaming[method.name])
+        else:
+            answer = _unimplemented_handler(method)
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        message = message_factory.GetMessageClass(method.input_type)
+        handlers[method.name] = make(
+            answer,
+            request_deserializer=request_decoder(message, max_message_bytes),
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+    return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
+
+
+def _unary_handler(answer: Unary) -> Callable[[Message | RipresaError, Context], Any]:
+    async def handle(request: Message | RipresaError, context: Context) -> Message:
+        async with _call(request, context) as call:
+            return await answer(request, call)
+
+    return handle
+
+
+def _streaming_handler(answer: Streaming) -> Callable[[Message | RipresaError, Context], Any]:
+    async def handle(request: Message | RipresaError, context: Context) -> None:
+        async with _call(request, context) as call, aclosing(answer(request, call)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return handle
+
+
+def _unimplemented_handler(method: MethodDescriptor) -> Callable[[Message, Context], Any]:
+    async def handle(request: Message, context: Context) -> None:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, f"{method.full_name} is not served by this version yet"
+        )
+
+    return handle
+
+
+def _call(request: Message | RipresaError, context: Context) -> AbstractAsyncContextManager[Call]:
+    remaining_s: float | None = context.time_remaining()
+    own_id = request.options.request_id if isinstance(request, pb.GenerateRequest) else ""
+    deadline = None if remaining_s is None else time.time() + remaining_s
+    call = Call(own_id or uuid.uuid4().hex, deadline)
+    return _with_statuses(request, context, call, remaining_s)
+
+
+@asynccontextmanager
+async def _with_statuses(
+    request: Message | RipresaError, context: Context, call: Call, remaining_s: float | None
+) -> AsyncGenerator[Call]:
+    """Runs a call's body; whatever it raises becomes a status, logged where it is our fault."""
+    try:
+        async with asyncio.timeout(remaining_s) as timeout:
+            if isinstance(request, RipresaError):
+                raise request
+            yield call
+    except RipresaError as error:
+        if error.code is ErrorCode.INTERNAL:
+            log.error("request %s failed", call.request_id, exc_info=error)
+        await status.abort(context, error, call.request_id)
+    except TimeoutError as error:
+        if not timeout.expired():
+            await _abort_internal(context, error, call)
+        late = RipresaError(ErrorCode.DEADLINE_EXCEEDED, "the call's deadline passed")
+        await status.abort(context, late, call.request_id)
+    except Exception as error:  # noqa: BLE001 - the last boundary: logged, answered, not hidden
+        await _abort_internal(context, error, call)
+
+
+async def _abort_internal(context: Context, error: Exception, call: Call) -> None:
+    log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
+    text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
+    await status.abort(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bind_error(
+    host: str, port: int, field: str = "gateway.grpc_port", reason: str | None = None
+) -> ConfigError:
+    return ConfigError(
+        field,
+        f"cannot listen on {_address(host, port)}: {reason or 'the address is taken or not ours'}; "
+        f"stop what uses it, or choose another port with --set {field}=PORT",
+    )

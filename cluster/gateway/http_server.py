@@ -1,0 +1,45 @@
+"""What does the gateway answer over HTTP? Liveness, readiness, version and metrics so far."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.status import http_error
+from ripresa.cluster.observability.metrics import CONTENT_TYPE
+from ripresa.cluster.version import VERSION
+from ripresa.workers.errors import RipresaError, Unavailable
+
+
+def http_app(service: InferenceService) -> FastAPI:
+    """The gateway's ASGI application; a failure is an OpenAI-shaped error body."""
+    app = FastAPI(title="ripresa", version=VERSION)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process is alive."""
+        return Response(status_code=200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """A request could be served now; 503 until then and while draining."""
+        if not await service.ready():
+            raise Unavailable("no worker is ready, or this gateway is draining")
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Every series of this gateway in Prometheus's text format."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.exception_handler(RipresaError)
+    async def failed(request: Request, error: RipresaError) -> JSONResponse:
+        code, headers, body = http_error(error)
+        return JSONResponse(body, code, headers)
+
+    return app

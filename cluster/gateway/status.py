@@ -1,0 +1,150 @@
+"""How an error looks on the wire: one table from `ErrorCode` to gRPC and HTTP, and its details.
+
+Every error carries `google.rpc.ErrorInfo` (reason, domain "ripresa") and `RequestInfo`; a bad field
+adds `BadRequest`, an error that a retry may cure adds `RetryInfo`. No stack trace, no prompt text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status as RpcStatus  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from ripresa.workers.errors import ErrorCode, RipresaError
+
+DOMAIN = "ripresa"
+
+# A status travels in HTTP/2 trailers, which peers cap at 8 kB; the text is in it twice, and a
+# character outside ASCII takes up to nine bytes there.
+MAX_MESSAGE_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class WireStatus:
+    """What clients see of an error code.
+
+    Attributes:
+        grpc: the gRPC status.
+        http: the HTTP status.
+        http_type: `error.type` of an OpenAI-shaped HTTP error body.
+        reason: `ErrorInfo.reason`, unless the error brings a narrower one.
+    """
+
+    grpc: grpc.StatusCode
+    http: int
+    http_type: str
+    reason: str
+
+
+_G = grpc.StatusCode
+STATUS: Mapping[ErrorCode, WireStatus] = MappingProxyType(
+    {
+        ErrorCode.INVALID_ARGUMENT: WireStatus(
+            _G.INVALID_ARGUMENT, 400, "invalid_request_error", "INVALID_REQUEST"
+        ),
+        ErrorCode.NOT_FOUND: WireStatus(_G.NOT_FOUND, 404, "invalid_request_error", "NOT_FOUND"),
+        ErrorCode.ALREADY_EXISTS: WireStatus(
+            _G.ALREADY_EXISTS, 409, "invalid_request_error", "ALREADY_EXISTS"
+        ),
+        ErrorCode.FAILED_PRECONDITION: WireStatus(
+            _G.FAILED_PRECONDITION, 409, "invalid_request_error", "FAILED_PRECONDITION"
+        ),
+        ErrorCode.RESOURCE_EXHAUSTED: WireStatus(
+            _G.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "QUEUE_FULL"
+        ),
+        ErrorCode.UNAVAILABLE: WireStatus(_G.UNAVAILABLE, 503, "overloaded_error", "UNAVAILABLE"),
+        ErrorCode.DEADLINE_EXCEEDED: WireStatus(
+            _G.DEADLINE_EXCEEDED, 504, "timeout_error", "DEADLINE_EXCEEDED"
+        ),
+        ErrorCode.CANCELLED: WireStatus(_G.CANCELLED, 499, "server_error", "CANCELLED"),
+        ErrorCode.DATA_LOSS: WireStatus(_G.DATA_LOSS, 500, "server_error", "DATA_LOSS"),
+        ErrorCode.INTERNAL: WireStatus(_G.INTERNAL, 500, "server_error", "ENGINE_ERROR"),
+    }
+)
+
+
+class RequestError(RipresaError):
+    """An error that the gateway itself raises about a request, with a narrower reason.
+
+    Args:
+        reason: `ErrorInfo.reason`, in UPPER_SNAKE_CASE.
+        metadata: `ErrorInfo.metadata`: numbers that a client may act on.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        reason: str,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(code, message, field=field, retry_after_s=retry_after_s)
+        self.reason = reason
+        self.metadata = metadata
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a RequestError stays in the gateway process")
+
+
+def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
+    """The `google.rpc.Status` of an error, its details included."""
+    wire = STATUS[error.code]
+    text = shorten(str(error))
+    info = error_details_pb2.ErrorInfo(reason=wire.reason, domain=DOMAIN)
+    if isinstance(error, RequestError):
+        info.reason = error.reason
+        info.metadata.update(error.metadata)
+    details: list[Message] = [info, error_details_pb2.RequestInfo(request_id=request_id)]
+    if error.field is not None and error.code is ErrorCode.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=shorten(error.message)
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    number: int = wire.grpc.value[0]
+    status = RpcStatus(code=number, message=text)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[object, object], error: RipresaError, request_id: str
+) -> None:
+    """End a call with the error's status and details. Does not return: gRPC raises."""
+    status = rpc_status.to_status(to_rpc_status(error, request_id))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, object]]:
+    """HTTP status, headers and an OpenAI-shaped body."""
+    wire = STATUS[error.code]
+    reason = error.reason if isinstance(error, RequestError) else wire.reason
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    body = {
+        "message": str(error),
+        "type": wire.http_type,
+        "param": error.field,
+        "code": reason.lower(),
+    }
+    return wire.http, headers, {"error": body}
+
+
+def shorten(text: str) -> str:
+    """At most `MAX_MESSAGE_CHARS` characters of a text."""
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 2] + " …"

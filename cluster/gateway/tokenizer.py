@@ -1,0 +1,130 @@
+"""How text becomes token ids and token ids become text, whole or while they stream.
+
+Byte-level BPE only, from a `tokenizer.json` by path. Every token id then stands for fixed bytes,
+so decoding needs no look-back and text streams are exact: their pieces concatenate to the decoded
+whole, whatever way the tokens were batched.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerModel
+from tokenizers.pre_tokenizers import ByteLevel
+
+from ripresa.workers.errors import CheckpointError, InvalidArgument
+
+
+class Tokenizer:
+    """One `tokenizer.json`.
+
+    `encode` reads plain text: the spelling of a special token in it stays text, so that user text
+    cannot forge a turn. Nothing is added in front or behind.
+
+    Raises:
+        CheckpointError: the file is missing, is no tokenizer, or is not byte-level.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        self.digest = hashlib.sha256(raw).hexdigest()
+        try:
+            spec: dict[str, Any] = json.loads(raw)
+            self._bytes_of = _token_bytes(spec)
+            self._plain = TokenizerModel.from_str(json.dumps(_without_added_tokens(spec)))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the highest id that has a spelling."""
+        return max(self._bytes_of) + 1
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens as their spelling, broken UTF-8 as U+FFFD.
+
+        Raises:
+            InvalidArgument: an id has no spelling; `field` is its place in `token_ids`.
+        """
+        for index, token_id in enumerate(token_ids):
+            if token_id not in self._bytes_of:
+                raise InvalidArgument(f"token_ids[{index}]", f"token id {token_id} has no spelling")
+        return self.token_bytes(token_ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_ids: Iterable[int]) -> bytes:
+        """The bytes of some ids; an id without a spelling (vocabulary padding) has none."""
+        return b"".join(self._bytes_of.get(token_id, b"") for token_id in token_ids)
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+
+class TextStream:
+    """Decodes one stream of tokens; an incomplete character waits for its remaining bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain after these tokens."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_ids))
+
+    def finish(self) -> str:
+        """What was held back, as U+FFFD, since nothing follows."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
+    """Token id -> bytes, added tokens as the UTF-8 of their spelling."""
+    model, decoder = spec["model"], spec["decoder"]
+    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+    if model["type"] != "BPE" or [step and step["type"] for step in steps] != ["ByteLevel"]:
+        raise ValueError("only byte-level BPE (model BPE, decoder ByteLevel) is supported")
+    byte_of = _byte_alphabet()
+    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+    known: dict[int, bytes] = {}
+    for token, token_id in model["vocab"].items():
+        if token_id not in added:
+            known[token_id] = bytes(byte_of[character] for character in token)
+    return known | added
+
+
+def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same BPE that knows no special spelling and adds, cuts and pads nothing."""
+    added = {token["id"] for token in spec["added_tokens"]}
+    model = spec["model"]
+    vocab = {token: token_id for token, token_id in model["vocab"].items() if token_id not in added}
+    unwanted: dict[str, Any] = {
+        "added_tokens": [],
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+    return {**spec, **unwanted, "model": {**model, "vocab": vocab}}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable Latin-1 stands for itself, the rest follow U+0100.
+
+    Compared with the library's own alphabet when built.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    if set(alphabet) != set(ByteLevel.alphabet()):
+        raise ValueError("the tokenizers library uses another byte alphabet")
+    return alphabet
