@@ -23,7 +23,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    from ripresa.kernels.compressor.reference import compress_pairs as compress_pairs
+    from ripresa.kernels.hyper_connections.reference import hc_collapse as hc_collapse
+    from ripresa.kernels.hyper_connections.reference import hc_expand as hc_expand
+    from ripresa.kernels.hyper_connections.reference import hc_mix as hc_mix
+    from ripresa.kernels.indexer.reference import select_candidates as select_candidates
+    from ripresa.kernels.indexer.reference import select_entries as select_entries
+    from ripresa.kernels.linear.reference import grouped_linear as grouped_linear
+    from ripresa.kernels.linear.reference import linear as linear
+    from ripresa.kernels.moe.reference import moe_experts as moe_experts
+    from ripresa.kernels.moe.reference import moe_route as moe_route
+    from ripresa.kernels.moe.reference import swiglu_expert as swiglu_expert
+    from ripresa.kernels.rms_norm.reference import rms_norm as rms_norm
+    from ripresa.kernels.rope.reference import rope_ as rope_
+    from ripresa.kernels.rope.reference import rope_frequencies as rope_frequencies
+    from ripresa.kernels.rope.reference import rope_phases as rope_phases
     from ripresa.kernels.window_attention.reference import window_attention as window_attention
+    from ripresa.kernels.window_attention.reference import window_tiles as window_tiles
 
 Impl = Literal["auto", "torch", "triton"]
 
@@ -40,6 +56,22 @@ class _Row(NamedTuple):
 
 
 _OPS: dict[str, _Row] = {
+    "compress_pairs": _Row("compressor.reference:compress_pairs"),
+    "grouped_linear": _Row("linear.reference:grouped_linear"),
+    "hc_collapse": _Row("hyper_connections.reference:hc_collapse"),
+    "hc_expand": _Row("hyper_connections.reference:hc_expand"),
+    "hc_mix": _Row("hyper_connections.reference:hc_mix"),
+    "linear": _Row("linear.reference:linear"),
+    "moe_experts": _Row("moe.reference:moe_experts"),
+    "moe_route": _Row("moe.reference:moe_route"),
+    "rms_norm": _Row("rms_norm.reference:rms_norm"),
+    "rope_": _Row("rope.reference:rope_"),
+    "rope_frequencies": _Row("rope.reference:rope_frequencies"),
+    "rope_phases": _Row("rope.reference:rope_phases"),
+    "select_candidates": _Row("indexer.reference:select_candidates"),
+    "select_entries": _Row("indexer.reference:select_entries"),
+    "swiglu_expert": _Row("moe.reference:swiglu_expert"),
+    "window_tiles": _Row("window_attention.reference:window_tiles"),
     "window_attention": _Row(
         "window_attention.reference:window_attention", "window_attention.triton:window_attention"
     ),

@@ -26,7 +26,8 @@ class SequenceStep:
         decoder_start, decoder_stop: decoder rows; equal when there are none.
         decoder_floor: decoder rows read no window row below it in layers above E.
         source_floor: the same for layer E (differs for tail `layer_exact`).
-        write_source_window: encoder rows also write layer E's window rows.
+        write_source_window: encoder rows below `decoder_floor` also write layer E's window rows
+            (rows at or above it are decoder rows, which write their own).
         inbound: decoder rows start from handed-over encoder output.
         hand_over_from: encoder output of rows at or above it leaves the step; None for none.
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.

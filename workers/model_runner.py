@@ -1,0 +1,315 @@
+"""How is a step plan executed on one rank? Rows in, sampled tokens and encoder output out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from ripresa.workers.cache.kv_cache import KVCache
+from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
+from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.models.checkpoint import Checkpoint
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
+from ripresa.workers.models.deepseek_v41.rows import Rows, Run
+from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.sampler import sample_batch
+from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
+
+DETERMINISTIC_ROWS = 16
+"""Measured: from 16 rows on, a float32 product gives each row the same bits in any batch."""
+
+DEFAULT_WORKSPACE_BYTES = 64 << 20
+
+
+class Numerics(StrEnum):
+    """DETERMINISTIC: a row's numbers depend on its sequence alone. FAST: no padding."""
+
+    DETERMINISTIC = "deterministic"
+    FAST = "fast"
+
+
+class TorchModelRunner:
+    """A V4.1-class model on one device; implements `ModelRunner`.
+
+    Args:
+        config: geometry.
+        weights: the encoder half or the whole model.
+        num_blocks, num_slots: KV pool size, and sequences at once.
+        poison: fill unwritten KV memory with NaN (tests).
+        observer: sees intermediate tensors (verification).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_blocks: int,
+        num_slots: int,
+        numerics: Numerics = Numerics.FAST,
+        model_digest: str = "",
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        poison: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.layout = kv_layout(config, model_digest)
+        self._device = weights.embed.device
+        self._min_rows = DETERMINISTIC_ROWS if numerics is Numerics.DETERMINISTIC else 0
+        last = config.split + 1 if weights.half is Half.ENCODER else config.num_hidden_layers
+        self.cache = KVCache(
+            self.layout, num_blocks, num_slots, range(last), self._device, poison=poison
+        )
+        self._model = DeepseekV41(
+            config, weights, self.cache, self._min_rows, workspace_bytes, observer
+        )
+
+    @property
+    def window(self) -> int:
+        return self.layout.window
+
+    @property
+    def layout_digest(self) -> bytes:
+        return self.layout.digest
+
+    @property
+    def num_blocks(self) -> int:
+        return self.cache.num_blocks
+
+    @property
+    def num_slots(self) -> int:
+        return self.cache.num_slots
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.config.eos_token_id
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.max_position_embeddings
+
+    @torch.inference_mode()
+    def execute(
+        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+    ) -> StepOutput:
+        output = StepOutput()
+        encoded = self._encode([s for s in plan.sequences if s.num_encoder_rows], output)
+        decoding = [s for s in plan.sequences if s.num_decoder_rows]
+        if decoding:
+            handed_over = inbound or {}
+            sources = {s.slot: (handed_over if s.inbound else encoded)[s.slot] for s in decoding}
+            self._decode(decoding, sources, output)
+        return output
+
+    def _encode(
+        self, steps: Sequence[SequenceStep], output: StepOutput
+    ) -> dict[int, EncoderOutput]:
+        if not steps:
+            return {}
+        runs = [
+            Run(s.slot, s.encoder_start, s.encoder_stop, s.swa_floor, s.write_floor, s.block_table)
+            for s in steps
+        ]
+        rows = self._rows(runs)
+        token_ids = torch.tensor(
+            [t for s in steps for t in s.token_ids], dtype=torch.int64, device=self._device
+        )
+        stops = [s.decoder_floor if s.write_source_window else 0 for s in steps]
+        streams, pre = self._model.encode(rows, token_ids, stops)
+        output.num_encoder_rows = rows.num_rows
+        encoded: dict[int, EncoderOutput] = {}
+        first = 0
+        for step in steps:
+            part = slice(first, first + step.num_encoder_rows)
+            first = part.stop
+            mine = EncoderOutput(step.encoder_start, streams[part], pre[part])
+            encoded[step.slot] = mine
+            if step.hand_over_from is not None and step.hand_over_from < step.encoder_stop:
+                start = max(step.hand_over_from, step.encoder_start)
+                output.encoder_output[step.slot] = _slice(mine, start, step.encoder_stop)
+        return encoded
+
+    def _decode(
+        self,
+        steps: Sequence[SequenceStep],
+        sources: Mapping[int, EncoderOutput],
+        output: StepOutput,
+    ) -> None:
+        runs = [
+            Run(s.slot, s.decoder_start, s.decoder_stop, s.decoder_floor, 0, s.block_table)
+            for s in steps
+        ]
+        rows = self._rows(runs)
+        inputs = [_slice(sources[s.slot], s.decoder_start, s.decoder_stop) for s in steps]
+        streams = torch.cat([i.hidden for i in inputs])
+        pre = torch.cat([i.pre_mix for i in inputs])
+        streams, pre = self._model.decode(rows, streams, pre, [s.source_floor for s in steps])
+        output.num_decoder_rows = rows.num_rows
+        self._finish(steps, streams, pre, output)
+
+    def _finish(
+        self,
+        steps: Sequence[SequenceStep],
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        output: StepOutput,
+    ) -> None:
+        """Logits of the rows that need them, and the next tokens."""
+        wanted: list[int] = []
+        last = -1
+        for step in steps:
+            first = last + 1
+            last += step.num_decoder_rows
+            if step.return_logits:
+                wanted += range(first, last + 1)
+            elif step.sampling is not None:
+                wanted.append(last)
+        if not wanted:
+            return
+        if len(wanted) < len(streams):
+            index = torch.tensor(wanted, device=self._device)
+            streams, pre = streams.index_select(0, index), pre.index_select(0, index)
+        logits = self._model.logits(streams, pre)
+        first = 0
+        sampled: list[tuple[SequenceStep, int]] = []
+        for step in steps:
+            count = step.num_decoder_rows if step.return_logits else step.sampling is not None
+            if step.return_logits:
+                output.logits[step.slot] = logits[first : first + count]
+            first += count
+            if step.sampling is not None:
+                sampled.append((step, first - 1))
+        if sampled:
+            index = torch.tensor([row for _, row in sampled], device=self._device)
+            tokens = sample_batch(
+                logits.index_select(0, index),
+                [step.sampling for step, _ in sampled if step.sampling is not None],
+                [step.decoder_stop for step, _ in sampled],
+            )
+            output.sampled = {
+                step.slot: token for (step, _), token in zip(sampled, tokens, strict=True)
+            }
+
+    def _rows(self, runs: Sequence[Run]) -> Rows:
+        return Rows(
+            runs, self.layout, self._device, self.config.num_attention_heads, self._min_rows
+        )
+
+    def block_bytes(self, num_blocks: int) -> int:
+        return num_blocks * self.layout.block_bytes
+
+    def export_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return self.cache.export_blocks(block_ids)
+
+    def import_blocks(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+        self.cache.import_blocks(block_ids, payload)
+
+    def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int:
+        return self.layout.state_bytes(num_tokens, output_start, source_window)
+
+    def export_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output: EncoderOutput,
+        source_window: bool,
+    ) -> torch.Tensor:
+        if output.stop != num_tokens:
+            raise InvalidArgument("output", f"ends at {output.stop}, the prompt at {num_tokens}")
+        state = self.cache.export_state(slot, block_table, num_tokens, output.start, source_window)
+        tail = torch.cat((output.hidden.flatten(), output.pre_mix.flatten()))
+        return torch.cat((state, tail.view(torch.uint8)))
+
+    def import_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output_start: int,
+        source_window: bool,
+        payload: torch.Tensor,
+    ) -> EncoderOutput:
+        rest = self.cache.import_state(
+            slot, block_table, num_tokens, output_start, source_window, payload
+        )
+        rows, n, d = num_tokens - output_start, self.layout.streams, self.layout.hidden_size
+        hidden, pre_mix = rest.split((rows * n * d, rows * n))
+        # The payload is a staging buffer that the next section overwrites.
+        return EncoderOutput(
+            output_start, hidden.view(rows, n, d).clone(), pre_mix.view(rows, n).clone()
+        )
+
+    def release_slot(self, slot: int) -> None:
+        self.cache.release_slot(slot)
+
+
+def kv_layout(config: ModelConfig, model_digest: str) -> KVLayout:
+    """The KV layout of a model; `model_digest` names geometry and weights."""
+    return KVLayout(
+        format=KVFormat.FLOAT32,
+        window=config.sliding_window,
+        head_dim=config.head_dim,
+        index_head_dim=config.index_head_dim,
+        streams=config.hc_mult,
+        hidden_size=config.hidden_size,
+        split=config.split,
+        pools=tuple(PoolSpec(layer, config.ratio(layer)) for layer in config.kv_source_layer_ids),
+        model_digest=model_digest,
+    )
+
+
+def load_runner(
+    folder: Path,
+    half: Half,
+    *,
+    num_blocks: int,
+    num_slots: int,
+    numerics: Numerics,
+    poison: bool = False,
+    observer: Observer | None = None,
+) -> TorchModelRunner:
+    """Load one half of a checkpoint folder and its KV memory.
+
+    Raises:
+        ConfigError, CheckpointError: naming the field or tensor at fault.
+    """
+    config = ModelConfig.from_file(folder / "config.json")
+    with Checkpoint(folder) as checkpoint:
+        weights = load_weights(checkpoint, config, half)
+    return TorchModelRunner(
+        config,
+        weights,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        numerics=numerics,
+        model_digest=model_digest(folder, config),
+        poison=poison,
+        observer=observer,
+    )
+
+
+def model_digest(folder: Path, config: ModelConfig) -> str:
+    """Names geometry and weights: the config and the header of every weight file."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(asdict(config), sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(path.name.encode() + file.read(min(length, 64 << 20)))
+        digest.update(path.stat().st_size.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def _slice(output: EncoderOutput, start: int, stop: int) -> EncoderOutput:
+    part = slice(start - output.start, stop - output.start)
+    return EncoderOutput(start, output.hidden[part], output.pre_mix[part])

@@ -1,0 +1,248 @@
+"""What does one layer's attention compute? Window rows, pool entries, selection and output.
+
+Source: model specification, sections 5, 7 and 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ripresa.kernels import dispatch as ops
+from ripresa.workers.cache.kv_cache import KVCache
+from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+from ripresa.workers.models.deepseek_v41.rows import ReadGroup, Rows, WindowPlan
+from ripresa.workers.models.deepseek_v41.weights import LayerWeights, SourceWeights
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the layers of one half share during one step.
+
+    Attributes:
+        rows: the rows and their memory.
+        window_phases, pool_phases: complex64 [T, rope / 2] for ratio-0 and other layers.
+        slots: [T, index_topk] int64 pool rows, the latest selection; None before the first.
+        entries: [T, index_topk] int64 entry numbers of the same selection, -1 for none.
+        candidates: candidate blocks of each read group, once layer E has run.
+    """
+
+    rows: Rows
+    window_phases: torch.Tensor
+    pool_phases: torch.Tensor
+    slots: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    candidates: list[torch.Tensor | None] | None = None
+
+
+class Attention:
+    """The attention of every layer; holds no state of its own.
+
+    Args:
+        min_rows: least height of matrix products (numerics setting).
+        workspace_bytes: bound of the index scores held at once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        min_rows: int,
+        workspace_bytes: int,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._min_rows = min_rows
+        self._workspace_bytes = workspace_bytes
+        scaling = config.rope_scaling
+        self._window_frequencies = ops.rope_frequencies(config.qk_rope_head_dim, config.rope_theta)
+        self._pool_frequencies = ops.rope_frequencies(
+            config.qk_rope_head_dim,
+            config.compress_rope_theta,
+            scaling.factor,
+            scaling.beta_fast,
+            scaling.beta_slow,
+            scaling.original_max_position_embeddings,
+        )
+
+    def context(self, rows: Rows) -> StepContext:
+        return StepContext(
+            rows=rows,
+            window_phases=ops.rope_phases(rows.positions, self._window_frequencies),
+            pool_phases=ops.rope_phases(rows.positions, self._pool_frequencies),
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        step: StepContext,
+        window: WindowPlan,
+    ) -> torch.Tensor:
+        """Attention of normed inputs x [T, d]; returns [T, d].
+
+        Window rows are written to the layer's rings; pool entries are read, not written.
+        """
+        c = self._config
+        role = c.role(layer)
+        phases = step.window_phases if role is LayerRole.WINDOW else step.pool_phases
+        projected = ops.linear(x, weights.w_in, self._min_rows)
+        latent, kv, index_weights = projected.split(
+            (c.q_lora_rank, c.head_dim, projected.shape[1] - c.q_lora_rank - c.head_dim), dim=-1
+        )
+        latent = ops.rms_norm(latent, weights.q_norm, c.rms_norm_eps)
+        queries = ops.linear(latent, weights.wq_b, self._min_rows)
+        width = c.num_attention_heads * c.head_dim
+        q = ops.rope_(queries[:, :width].unflatten(-1, (c.num_attention_heads, -1)), phases)
+        rows = ops.rope_(ops.rms_norm(kv, weights.kv_norm, c.rms_norm_eps), phases)
+        buffer = self._window_buffer(layer, rows, window)
+        if role in (LayerRole.FULL, LayerRole.REINDEX):
+            self._select(layer, queries[:, width:], index_weights, step)
+        pooled = role is not LayerRole.WINDOW
+        out = ops.window_attention(
+            q,
+            buffer,
+            window.lo,
+            window.hi,
+            weights.sink,
+            c.softmax_scale,
+            c.sliding_window,
+            self._cache.main[c.kv_source(layer)] if pooled else None,
+            step.slots if pooled else None,
+            window.tiles,
+        )
+        out = ops.rope_(out, phases.conj()).flatten(1)
+        out = ops.grouped_linear(out, weights.wo_a, self._min_rows)
+        return ops.linear(out, weights.wo_b, self._min_rows)
+
+    def write_entries(
+        self, layer: int, weights: SourceWeights, x: torch.Tensor, rows: Rows
+    ) -> None:
+        """Compress normed inputs x [T, d] of a Full layer into its pool and open pairs."""
+        c = self._config
+        ratio = c.ratio(layer)
+        plan = rows.entries(ratio)
+        projected = ops.linear(x, weights.project, self._min_rows)
+        if ratio == 1:
+            latent = projected.index_select(0, plan.second)
+            latent = ops.rms_norm(latent, weights.norm, c.rms_norm_eps)
+        else:
+            values, gates = projected.split(c.head_dim, dim=-1)
+            kept = self._cache.open_pairs[layer]
+            older = kept.index_select(0, plan.run_slots)
+            latent = ops.compress_pairs(
+                torch.cat((values, older[:, 0])),
+                torch.cat((gates, older[:, 1])),
+                plan.first,
+                plan.second,
+                weights.norm,
+                c.rms_norm_eps,
+            )
+            if len(plan.open_slot):
+                pair = torch.stack((values[plan.open_from], gates[plan.open_from]), dim=1)
+                kept.index_copy_(0, plan.open_slot, pair)
+        if not len(plan.pool_row):
+            return
+        phases = ops.rope_phases(plan.position, self._pool_frequencies)
+        keys = ops.linear(latent, weights.wk, self._min_rows)
+        keys = ops.rope_(ops.rms_norm(keys, weights.k_norm, c.rms_norm_eps), phases)
+        self._cache.main[layer].index_copy_(0, plan.pool_row, ops.rope_(latent, phases))
+        self._cache.keys[layer].index_copy_(0, plan.pool_row, keys)
+
+    def write_window(
+        self,
+        layer: int,
+        weights: SourceWeights,
+        x: torch.Tensor,
+        step: StepContext,
+        stops: Sequence[int],
+    ) -> None:
+        """Keep layer E's own window rows of normed inputs x [T, d] below each run's stop."""
+        rows = ops.linear(x, weights.window, self._min_rows)
+        rows = ops.rms_norm(rows, weights.window_norm, self._config.rms_norm_eps)
+        rows = ops.rope_(rows, step.pool_phases)
+        ring_from, ring_to = step.rows.ring_rows(stops)
+        self._cache.rings[layer].index_copy_(0, ring_to, rows.index_select(0, ring_from))
+
+    def _window_buffer(self, layer: int, rows: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
+        """The packed window rows [N, head_dim]; afterwards the newest rows are in the ring."""
+        ring = self._cache.rings[layer]
+        buffer = rows.new_zeros(plan.num_buffer_rows, rows.shape[1])
+        buffer.index_copy_(0, plan.context_to, ring.index_select(0, plan.context_from))
+        buffer.index_copy_(0, plan.rows_to, rows)
+        ring.index_copy_(0, plan.ring_to, rows.index_select(0, plan.ring_from))
+        return buffer
+
+    def _select(
+        self,
+        layer: int,
+        index_queries: torch.Tensor,
+        index_weights: torch.Tensor,
+        step: StepContext,
+    ) -> None:
+        """Choose each row's pool entries; layer E also chooses its candidate blocks."""
+        c = self._config
+        ratio = c.ratio(layer)
+        q = index_queries.unflatten(-1, (c.index_n_heads, -1))
+        q = ops.rope_(q, step.pool_phases)
+        weights = index_weights * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+        groups = step.rows.reads(ratio)
+        if layer == c.split:
+            step.candidates = [self._candidates(layer, q, weights, group) for group in groups]
+        slots = q.new_empty(q.shape[0], c.index_topk, dtype=torch.int64)
+        entries = torch.empty_like(slots)
+        for number, group in enumerate(groups):
+            restricted = step.candidates if layer > c.split else None
+            chosen = ops.select_entries(
+                *self._grouped(q, weights, group),
+                self._key_reader(layer, group),
+                group.visible,
+                c.index_topk,
+                self._workspace_bytes,
+                restricted[number] if restricted is not None else None,
+                c.candidate_block_size,
+                self._min_rows,
+            )
+            width = group.pool_rows.shape[1]
+            places = chosen.clamp(min=0, max=width - 1).flatten(1)
+            mine = group.pool_rows.gather(1, places).view_as(chosen)
+            slots[group.rows] = torch.where(chosen < 0, -1, mine).flatten(0, 1)
+            entries[group.rows] = chosen.flatten(0, 1)
+        step.slots, step.entries = slots, entries
+
+    def _candidates(
+        self, layer: int, q: torch.Tensor, weights: torch.Tensor, group: ReadGroup
+    ) -> torch.Tensor | None:
+        c = self._config
+        if int(group.visible.max()) <= c.candidate_topk_blocks * c.candidate_block_size:
+            return None
+        return ops.select_candidates(
+            *self._grouped(q, weights, group),
+            self._key_reader(layer, group),
+            group.visible,
+            c.candidate_topk_blocks,
+            c.candidate_block_size,
+            self._workspace_bytes,
+            self._min_rows,
+        )
+
+    def _grouped(
+        self, q: torch.Tensor, weights: torch.Tensor, group: ReadGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = group.visible.shape
+        return q[group.rows].unflatten(0, shape), weights[group.rows].unflatten(0, shape)
+
+    def _key_reader(self, layer: int, group: ReadGroup) -> Callable[[int, int], torch.Tensor]:
+        keys = self._cache.keys[self._config.kv_source(layer)]
+
+        def read(first: int, last: int) -> torch.Tensor:
+            pool_rows = group.pool_rows[:, first:last]
+            missing = last - first - pool_rows.shape[1]
+            if missing > 0:
+                pool_rows = torch.nn.functional.pad(pool_rows, (0, missing))
+            return keys.index_select(0, pool_rows.flatten()).unflatten(0, pool_rows.shape)
+
+        return read

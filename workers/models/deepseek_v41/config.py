@@ -1,0 +1,350 @@
+"""What shape is the model? Geometry of a V4.1-class text model, from `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ripresa.workers.errors import ConfigError
+
+
+class LayerRole(StrEnum):
+    """What a layer does for global attention (CSA2)."""
+
+    WINDOW = "window"
+    FULL = "full"
+    REINDEX = "reindex"
+    REUSE = "reuse"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """YaRN numbers of the compressed-attention layers."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngramConfig:
+    """N-gram memory: which layers it precedes and how its tables are hashed."""
+
+    layer_ids: tuple[int, ...]
+    num_embeddings: tuple[int, ...]
+    max_ngram_size: int
+    vocab_size: int
+    num_heads: int
+    head_dim: int
+    pad_token_id: int
+    compressed_vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Geometry of the text model; names follow the released `config.json`.
+
+    Everything else (roles of layers, sources, the split E, byte counts) is derived from it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    compress_rope_theta: float
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram: EngramConfig
+    bos_token_id: int
+    eos_token_id: int
+    quantised: bool
+
+    @property
+    def split(self) -> int:
+        """E: first decoder layer, last KV source, candidate source."""
+        return self.kv_source_layer_ids[-1]
+
+    @property
+    def num_encoder_layers(self) -> int:
+        return self.split
+
+    @property
+    def num_decoder_layers(self) -> int:
+        return self.num_hidden_layers - self.split
+
+    def ratio(self, layer: int) -> int:
+        """Compression ratio of a layer's pool; 0 is window attention only."""
+        return self.compress_ratios[layer]
+
+    def role(self, layer: int) -> LayerRole:
+        if self.ratio(layer) == 0:
+            return LayerRole.WINDOW
+        if layer in self.kv_source_layer_ids:
+            return LayerRole.FULL
+        if layer in self.index_source_layer_ids:
+            return LayerRole.REINDEX
+        return LayerRole.REUSE
+
+    def kv_source(self, layer: int) -> int:
+        """The Full layer whose pool a layer with ratio > 0 reads."""
+        return max(s for s in self.kv_source_layer_ids if s <= layer)
+
+    def index_source(self, layer: int) -> int:
+        """The layer whose selection a layer with ratio > 0 uses."""
+        return max(s for s in self.index_source_layer_ids if s <= layer)
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @classmethod
+    def from_file(cls, path: Path) -> ModelConfig:
+        """Read `config.json`.
+
+        Raises:
+            ConfigError: the file is missing, no JSON, or describes no supported model.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "model.path", f"{path} does not exist; point it at a checkpoint folder"
+            ) from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError("model.path", f"{path} is not readable JSON: {error}") from error
+        return cls.from_dict(document)
+
+    @classmethod
+    def from_dict(cls, document: object) -> ModelConfig:
+        """Parse a released-style config (with or without the `text_config` level).
+
+        Raises:
+            ConfigError: a field is missing, of the wrong type, or inconsistent with another.
+        """
+        if not isinstance(document, Mapping):
+            raise ConfigError("config.json", "the top level must be a JSON object")
+        text = document.get("text_config", document)
+        if not isinstance(text, Mapping):
+            raise ConfigError("text_config", "must be a JSON object")
+        config = _parse(document, text)
+        _validate(config, text)
+        return config
+
+
+class _Fields:
+    """Typed access to one JSON object; every complaint names the field."""
+
+    def __init__(self, values: Mapping[str, Any], prefix: str) -> None:
+        self._values = values
+        self._prefix = prefix
+
+    def integer(self, name: str, low: int = 1, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._error(name, f"must be an integer, is {value!r}")
+        if value < low:
+            raise self._error(name, f"must be at least {low}, is {value}")
+        if value > 2**40:
+            raise self._error(name, f"is absurdly large: {value}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._get(name, None)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(name, f"must be a number, is {value!r}")
+        if not math.isfinite(value) or value <= 0:
+            raise self._error(name, f"must be finite and above 0, is {value}")
+        return float(value)
+
+    def integers(self, name: str, low: int = 0) -> tuple[int, ...]:
+        value = self._get(name, None)
+        if not isinstance(value, list) or any(
+            isinstance(v, bool) or not isinstance(v, int) or not low <= v <= 2**40 for v in value
+        ):
+            raise self._error(name, f"must be a list of integers of at least {low}")
+        return tuple(value)
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def object(self, name: str) -> _Fields:
+        value = self._get(name, None)
+        if not isinstance(value, Mapping):
+            raise self._error(name, "must be a JSON object")
+        return _Fields(value, f"{self._prefix}{name}.")
+
+    def equal(self, name: str, expected: object) -> None:
+        value = self._get(name, expected)
+        if value != expected:
+            raise self._error(name, f"only {expected!r} is supported, is {value!r}")
+
+    def _get(self, name: str, default: object) -> Any:
+        if name not in self._values:
+            if default is None:
+                raise self._error(name, "is missing")
+            return default
+        return self._values[name]
+
+    def _error(self, name: str, message: str) -> ConfigError:
+        return ConfigError(f"{self._prefix}{name}", message)
+
+
+def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
+    fields = _Fields(text, "text_config." if text is not document else "")
+    scaling = fields.object("rope_scaling")
+    scaling.equal("rope_type", "yarn")
+    fields.equal("scoring_func", "sqrtsoftplus")
+    fields.equal("topk_method", "noaux_tc")
+    fields.equal("norm_topk_prob", True)
+    fields.equal("hidden_act", "silu")
+    fields.equal("tie_word_embeddings", False)
+    fields.equal("num_key_value_heads", 1)
+    fields.equal("attention_bias", False)
+    return ModelConfig(
+        vocab_size=fields.integer("vocab_size", 4),
+        hidden_size=fields.integer("hidden_size"),
+        moe_intermediate_size=fields.integer("moe_intermediate_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers", 2),
+        num_attention_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.integer("head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim", 2),
+        q_lora_rank=fields.integer("q_lora_rank"),
+        o_lora_rank=fields.integer("o_lora_rank"),
+        o_groups=fields.integer("o_groups"),
+        swiglu_limit=fields.number("swiglu_limit"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2),
+        rope_theta=fields.number("rope_theta"),
+        rope_scaling=RopeScaling(
+            factor=scaling.number("factor"),
+            beta_fast=scaling.number("beta_fast"),
+            beta_slow=scaling.number("beta_slow"),
+            original_max_position_embeddings=scaling.integer("original_max_position_embeddings"),
+        ),
+        n_routed_experts=fields.integer("n_routed_experts"),
+        n_shared_experts=fields.integer("n_shared_experts"),
+        num_experts_per_tok=fields.integer("num_experts_per_tok"),
+        routed_scaling_factor=fields.number("routed_scaling_factor"),
+        sliding_window=fields.integer("sliding_window", 2),
+        compress_ratios=fields.integers("compress_ratios"),
+        compress_rope_theta=fields.number("compress_rope_theta"),
+        kv_source_layer_ids=fields.integers("kv_source_layer_ids"),
+        index_source_layer_ids=fields.integers("index_source_layer_ids"),
+        index_n_heads=fields.integer("index_n_heads"),
+        index_head_dim=fields.integer("index_head_dim"),
+        index_topk=fields.integer("index_topk"),
+        candidate_source_layer_id=fields.integer("candidate_source_layer_id", 0),
+        candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
+        candidate_block_size=fields.integer("candidate_block_size"),
+        hc_mult=fields.integer("hc_mult"),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
+        hc_eps=fields.number("hc_eps"),
+        engram=_parse_engram(fields),
+        bos_token_id=fields.integer("bos_token_id", 0, default=0),
+        eos_token_id=fields.integer("eos_token_id", 0, default=1),
+        quantised="quantization_config" in document,
+    )
+
+
+def _parse_engram(fields: _Fields) -> EngramConfig:
+    layer_ids = fields.integers("engram_layer_ids") if fields.has("engram_layer_ids") else ()
+    if not layer_ids:
+        return EngramConfig((), (), 0, 0, 0, 0, 0, 0)
+    return EngramConfig(
+        layer_ids=layer_ids,
+        num_embeddings=fields.integers("engram_num_embeddings", 1),
+        max_ngram_size=fields.integer("engram_max_ngram_size", 2),
+        vocab_size=fields.integer("engram_vocab_size"),
+        num_heads=fields.integer("engram_n_heads"),
+        head_dim=fields.integer("engram_head_dim"),
+        pad_token_id=fields.integer("engram_pad_token_id", 0),
+        compressed_vocab_size=fields.integer("engram_compressed_vocab_size"),
+    )
+
+
+def _validate(config: ModelConfig, text: Mapping[str, Any]) -> None:
+    c = config
+    layers = c.num_hidden_layers
+    if len(c.compress_ratios) < layers:
+        raise ConfigError("compress_ratios", f"needs an entry for each of {layers} layers")
+    if any(r not in (0, 1, 2) for r in c.compress_ratios):
+        raise ConfigError("compress_ratios", "only ratios 0, 1 and 2 are supported")
+    for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+        ids = getattr(c, name)
+        if not ids or list(ids) != sorted(set(ids)) or ids[-1] >= layers:
+            raise ConfigError(name, f"must be ascending layer numbers below {layers}")
+        if any(c.ratio(i) == 0 for i in ids):
+            raise ConfigError(name, "every source layer needs a compression ratio above 0")
+    if not set(c.kv_source_layer_ids) <= set(c.index_source_layer_ids):
+        raise ConfigError("index_source_layer_ids", "must contain every KV source layer")
+    if c.candidate_source_layer_id != c.split:
+        raise ConfigError(
+            "candidate_source_layer_id",
+            f"must be the last KV source layer {c.split}: the encoder ends there",
+        )
+    if c.split < 1:
+        raise ConfigError("kv_source_layer_ids", "the last KV source cannot be layer 0")
+    first_source = c.kv_source_layer_ids[0]
+    for layer in range(layers):
+        if c.ratio(layer) == 0:
+            if layer >= c.split:
+                raise ConfigError("compress_ratios", f"decoder layer {layer} must have ratio 1")
+            continue
+        if layer < first_source:
+            raise ConfigError("compress_ratios", f"layer {layer} has no KV source at or below it")
+        if c.ratio(layer) != c.ratio(c.kv_source(layer)):
+            raise ConfigError("compress_ratios", f"layer {layer} differs from its KV source")
+        if c.index_source(layer) < c.kv_source(layer):
+            raise ConfigError("index_source_layer_ids", f"layer {layer} selects from another pool")
+        if layer >= c.split and c.ratio(layer) != 1:
+            raise ConfigError("compress_ratios", f"decoder layer {layer} must have ratio 1")
+    if any(layer >= c.split for layer in c.engram.layer_ids):
+        raise ConfigError("engram_layer_ids", f"must lie below the split at layer {c.split}")
+    if len(c.engram.layer_ids) != len(c.engram.num_embeddings):
+        raise ConfigError("engram_num_embeddings", "needs one entry for each Engram layer")
+    if c.sliding_window % 2:
+        raise ConfigError("sliding_window", "must be even: blocks hold whole pairs")
+    if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > min(c.head_dim, c.index_head_dim):
+        raise ConfigError("qk_rope_head_dim", "must be even and fit both head sizes")
+    if c.num_attention_heads % c.o_groups:
+        raise ConfigError("o_groups", "must divide num_attention_heads")
+    if c.num_experts_per_tok > c.n_routed_experts:
+        raise ConfigError("num_experts_per_tok", "exceeds n_routed_experts")
+    if c.n_shared_experts != 1:
+        raise ConfigError("n_shared_experts", "only one shared expert is supported")
+    if (c.candidate_topk_blocks - 1) * c.candidate_block_size + 1 < c.index_topk:
+        raise ConfigError(
+            "candidate_topk_blocks", "the candidate pool could hold fewer entries than index_topk"
+        )

@@ -1,0 +1,169 @@
+"""How do rows pass through the network? The two halves of a V4.1-class model.
+
+Source: model specification, sections 3, 4, 9 and 13. The encoder half is the embedding and the
+layers below E; layer E's KV projections belong to both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ripresa.kernels import dispatch as ops
+from ripresa.workers.cache.kv_cache import KVCache
+from ripresa.workers.models.deepseek_v41.attention import Attention, StepContext
+from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+from ripresa.workers.models.deepseek_v41.rows import Rows, WindowPlan
+from ripresa.workers.models.deepseek_v41.weights import LayerWeights, SiteWeights, Weights
+
+Observer = Callable[[str, int, torch.Tensor], None]
+"""Called with (name, layer, tensor) for what verification compares."""
+
+
+class DeepseekV41:
+    """A half, or all, of the model over one rank's KV memory.
+
+    Args:
+        min_rows: pad matrix products to this many rows, so that a row's numbers do not depend on
+            its batch mates (`numerics: deterministic`); 0 does not pad.
+        workspace_bytes: bound of the index scores held at once.
+        observer: sees intermediate tensors; for verification.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: KVCache,
+        min_rows: int,
+        workspace_bytes: int,
+        observer: Observer | None = None,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._min_rows = min_rows
+        self._attention = Attention(config, cache, min_rows, workspace_bytes)
+        self._observe = observer
+
+    def encode(
+        self, rows: Rows, token_ids: torch.Tensor, source_window_stops: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows through the encoder half; block KV of every Full layer up to E is written.
+
+        Args:
+            token_ids: [T] int64.
+            source_window_stops: of each run, layer E's own window rows below it are kept as well.
+
+        Returns:
+            streams [T, n, d] and pre-mix [T, n] between layer E-1 and layer E.
+        """
+        c = self._config
+        step = self._attention.context(rows)
+        embedded = self._weights.embed.index_select(0, token_ids)
+        streams = embedded[:, None, :].expand(-1, c.hc_mult, -1).contiguous()
+        pre = streams.new_zeros(len(token_ids), c.hc_mult)
+        pre[:, 0] = 1.0
+        for layer in range(c.split):
+            streams, pre = self._layer(layer, streams, pre, step, rows.window())
+        source = self._weights.source
+        x = ops.hc_collapse(streams, pre)
+        x = ops.rms_norm(x, source.attn_norm, c.rms_norm_eps)
+        self._attention.write_entries(c.split, source, x, rows)
+        if any(source_window_stops):
+            self._attention.write_window(c.split, source, x, step, source_window_stops)
+        return streams, pre
+
+    def decode(
+        self,
+        rows: Rows,
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        source_floors: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows through layers E and above, over block KV that is already written.
+
+        Args:
+            streams, pre: encoder output of the rows.
+            source_floors: layer E's window floor of each run.
+
+        Returns:
+            streams [T, n, d] and pre-mix [T, n] after the last layer.
+        """
+        c = self._config
+        step = self._attention.context(rows)
+        for layer in range(c.split, c.num_hidden_layers):
+            window = rows.window(source_floors) if layer == c.split else rows.window()
+            streams, pre = self._layer(layer, streams, pre, step, window)
+        return streams, pre
+
+    def logits(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+        """[T, vocab] float32 of rows after the last layer."""
+        norm, head = self._weights.norm, self._weights.head
+        if norm is None or head is None:
+            raise RuntimeError("an encoder half has no head")
+        y = ops.rms_norm(ops.hc_collapse(streams, pre), norm, self._config.rms_norm_eps)
+        if self._observe:
+            self._observe("final_norm", 0, y)
+        return ops.linear(y, head, self._min_rows)
+
+    def _layer(
+        self,
+        layer: int,
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        step: StepContext,
+        window: WindowPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self._config
+        weights = self._weights.layers[layer]
+        pre_next, post, comb = self._mix(streams, weights.attn_site)
+        x = ops.hc_collapse(streams, pre)
+        x = ops.rms_norm(x, weights.attn_norm, c.rms_norm_eps)
+        if self._observe:
+            self._observe("attn_input", layer, x)
+        if weights.source is not None and layer < c.split:
+            self._attention.write_entries(layer, weights.source, x, step.rows)
+        y = self._attention(layer, weights, x, step, window)
+        if self._observe and c.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
+            assert step.entries is not None
+            self._observe("selected", layer, step.entries)
+        streams = ops.hc_expand(y, streams, post, comb)
+        pre = pre_next
+        pre_next, post, comb = self._mix(streams, weights.ffn_site)
+        x = ops.hc_collapse(streams, pre)
+        y = self._experts(weights, ops.rms_norm(x, weights.ffn_norm, c.rms_norm_eps))
+        streams = ops.hc_expand(y, streams, post, comb)
+        if self._observe:
+            self._observe("hidden", layer, streams)
+            self._observe("pre_mix", layer, pre_next)
+        return streams, pre_next
+
+    def _mix(
+        self, streams: torch.Tensor, site: SiteWeights
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self._config
+        return ops.hc_mix(
+            streams,
+            site.fn,
+            site.base,
+            site.scale,
+            c.hc_sinkhorn_iters,
+            c.hc_eps,
+            c.rms_norm_eps,
+            self._min_rows,
+        )
+
+    def _experts(self, weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        c = self._config
+        scores = ops.linear(x, weights.gate, self._min_rows)
+        share, picked = ops.moe_route(
+            scores, weights.gate_bias, c.num_experts_per_tok, c.routed_scaling_factor
+        )
+        routed = ops.moe_experts(
+            x, share, picked, weights.w13, weights.w2, c.swiglu_limit, self._min_rows
+        )
+        shared = ops.swiglu_expert(
+            x, weights.shared_w13, weights.shared_w2, c.swiglu_limit, None, self._min_rows
+        )
+        return routed.add_(shared)

@@ -1,0 +1,249 @@
+"""Which tensors make which half of the model, and in what form do the layers use them?
+
+Checkpoint names and shapes are those of the release (model specification, section 2). At load,
+projections that read the same input are stacked into one matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from ripresa.workers.models.checkpoint import Checkpoint
+from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+
+
+class Half(StrEnum):
+    """What a worker holds: the encoder half, or every layer."""
+
+    ENCODER = "encoder"
+    ALL = "all"
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the text model without Engram, by released name: [out, in]."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (c.vocab_size, c.hidden_size),
+        "head.weight": (c.vocab_size, c.hidden_size),
+        "norm.weight": (c.hidden_size,),
+    }
+    for layer in range(c.num_hidden_layers):
+        shapes |= {f"layers.{layer}.{k}": v for k, v in _layer_shapes(config, layer).items()}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    c = config
+    d, n, inner = c.hidden_size, c.hc_mult, c.moe_intermediate_size
+    group_in = c.num_attention_heads * c.head_dim // c.o_groups
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (d,),
+        "ffn_norm.weight": (d,),
+        "attn.wq_a.weight": (c.q_lora_rank, d),
+        "attn.q_norm.weight": (c.q_lora_rank,),
+        "attn.wq_b.weight": (c.num_attention_heads * c.head_dim, c.q_lora_rank),
+        "attn.wkv.weight": (c.head_dim, d),
+        "attn.kv_norm.weight": (c.head_dim,),
+        "attn.attn_sink": (c.num_attention_heads,),
+        "attn.wo_a.weight": (c.o_groups * c.o_lora_rank, group_in),
+        "attn.wo_b.weight": (d, c.o_groups * c.o_lora_rank),
+        "ffn.gate.weight": (c.n_routed_experts, d),
+        "ffn.gate.bias": (c.n_routed_experts,),
+    }
+    for site in ("attn", "ffn"):
+        shapes[f"hc_{site}_fn"] = ((2 + n) * n, n * d)
+        shapes[f"hc_{site}_base"] = ((2 + n) * n,)
+        shapes[f"hc_{site}_scale"] = (3,)
+    experts = [f"experts.{e}" for e in range(c.n_routed_experts)] + ["shared_experts"]
+    for expert in experts:
+        shapes[f"ffn.{expert}.w1.weight"] = (inner, d)
+        shapes[f"ffn.{expert}.w2.weight"] = (d, inner)
+        shapes[f"ffn.{expert}.w3.weight"] = (inner, d)
+    if c.role(layer) is LayerRole.FULL:
+        shapes["attn.compressor.wkv.weight"] = (c.head_dim, d)
+        if c.ratio(layer) == 2:
+            shapes["attn.compressor.wgate.weight"] = (c.head_dim, d)
+        shapes["attn.compressor.norm.weight"] = (c.head_dim,)
+        shapes["attn.indexer.wk.weight"] = (c.index_head_dim, c.head_dim)
+        shapes["attn.indexer.k_norm.weight"] = (c.index_head_dim,)
+    if c.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
+        shapes["attn.indexer.wq_b.weight"] = (c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+        shapes["attn.indexer.weights_proj.weight"] = (c.index_n_heads, d)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """One hyper-connection site: fn [(2 + n) n, n d], base [(2 + n) n], scale [3]."""
+
+    fn: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWeights:
+    """What a Full layer makes pool entries with; at E all that an encoder worker has of the layer.
+
+    Attributes:
+        attn_norm: [d]; project: [head_dim or 2 head_dim, d], values above gates.
+        norm: [head_dim]; wk: [index_head_dim, head_dim]; k_norm: [index_head_dim].
+        window: [head_dim, d] and window_norm [head_dim], the layer's window-row projection.
+    """
+
+    attn_norm: torch.Tensor
+    project: torch.Tensor
+    norm: torch.Tensor
+    wk: torch.Tensor
+    k_norm: torch.Tensor
+    window: torch.Tensor
+    window_norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A whole layer.
+
+    Attributes:
+        w_in: wq_a, wkv and (index sources) weights_proj, stacked: all read the normed input.
+        wq_b: query and (index sources) indexer query projections, stacked.
+        wo_a: [o_groups, o_lora_rank, heads * head_dim / o_groups].
+        w13: [experts, 2 I, d]; w2: [experts, d, I]; the shared expert's apart.
+        source: of Full layers.
+    """
+
+    attn_site: SiteWeights
+    ffn_site: SiteWeights
+    attn_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    w_in: torch.Tensor
+    q_norm: torch.Tensor
+    wq_b: torch.Tensor
+    kv_norm: torch.Tensor
+    sink: torch.Tensor
+    wo_a: torch.Tensor
+    wo_b: torch.Tensor
+    gate: torch.Tensor
+    gate_bias: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    shared_w13: torch.Tensor
+    shared_w2: torch.Tensor
+    source: SourceWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One half, or all, of the model in float32."""
+
+    half: Half
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    source: SourceWeights
+    norm: torch.Tensor | None
+    head: torch.Tensor | None
+    num_parameters: int
+
+
+def load_weights(checkpoint: Checkpoint, config: ModelConfig, half: Half) -> Weights:
+    """Read one half from a checkpoint; tensors of the other are not touched.
+
+    Raises:
+        CheckpointError: a tensor is missing, truncated, or of another shape or type.
+    """
+    loader = _Loader(checkpoint, tensor_shapes(config))
+    count = config.num_hidden_layers if half is Half.ALL else config.split
+    embed = loader.take("embed.weight")
+    layers = tuple(_load_layer(loader, config, layer) for layer in range(count))
+    if half is Half.ALL:
+        source = layers[config.split].source
+        assert source is not None
+        norm, head = loader.take("norm.weight"), loader.take("head.weight")
+    else:
+        source, norm, head = _load_source(loader, config, config.split), None, None
+    return Weights(half, embed, layers, source, norm, head, loader.num_parameters)
+
+
+class _Loader:
+    """Takes tensors by name as float32 and counts distinct parameters."""
+
+    def __init__(self, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = shapes
+        self._taken: set[str] = set()
+        self.num_parameters = 0
+
+    def take(self, name: str) -> torch.Tensor:
+        tensor = self._checkpoint.read(name, self._shapes[name])
+        if name not in self._taken:
+            self._taken.add(name)
+            self.num_parameters += tensor.numel()
+        return tensor
+
+    def stack(self, *names: str) -> torch.Tensor:
+        return torch.cat([self.take(name) for name in names])
+
+
+def _load_layer(loader: _Loader, config: ModelConfig, layer: int) -> LayerWeights:
+    def name(suffix: str) -> str:
+        return f"layers.{layer}.{suffix}"
+
+    def site(kind: str) -> SiteWeights:
+        parts = (loader.take(name(f"hc_{kind}_{part}")) for part in ("fn", "base", "scale"))
+        return SiteWeights(*parts)
+
+    inputs = [name("attn.wq_a.weight"), name("attn.wkv.weight")]
+    queries = [name("attn.wq_b.weight")]
+    if config.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
+        inputs.append(name("attn.indexer.weights_proj.weight"))
+        queries.append(name("attn.indexer.wq_b.weight"))
+    experts = range(config.n_routed_experts)
+
+    def expert(number: int) -> torch.Tensor:
+        parts = [name(f"ffn.experts.{number}.{w}.weight") for w in ("w1", "w3")]
+        return loader.stack(*parts)
+
+    wo_a = loader.take(name("attn.wo_a.weight"))
+    return LayerWeights(
+        attn_site=site("attn"),
+        ffn_site=site("ffn"),
+        attn_norm=loader.take(name("attn_norm.weight")),
+        ffn_norm=loader.take(name("ffn_norm.weight")),
+        w_in=loader.stack(*inputs),
+        q_norm=loader.take(name("attn.q_norm.weight")),
+        wq_b=loader.stack(*queries),
+        kv_norm=loader.take(name("attn.kv_norm.weight")),
+        sink=loader.take(name("attn.attn_sink")),
+        wo_a=wo_a.view(config.o_groups, config.o_lora_rank, -1),
+        wo_b=loader.take(name("attn.wo_b.weight")),
+        gate=loader.take(name("ffn.gate.weight")),
+        gate_bias=loader.take(name("ffn.gate.bias")),
+        w13=torch.stack([expert(e) for e in experts]),
+        w2=torch.stack([loader.take(name(f"ffn.experts.{e}.w2.weight")) for e in experts]),
+        shared_w13=loader.stack(
+            name("ffn.shared_experts.w1.weight"), name("ffn.shared_experts.w3.weight")
+        ),
+        shared_w2=loader.take(name("ffn.shared_experts.w2.weight")),
+        source=(
+            _load_source(loader, config, layer) if config.role(layer) is LayerRole.FULL else None
+        ),
+    )
+
+
+def _load_source(loader: _Loader, config: ModelConfig, layer: int) -> SourceWeights:
+    prefix = f"layers.{layer}.attn"
+    projections = [f"{prefix}.compressor.wkv.weight"]
+    if config.ratio(layer) == 2:
+        projections.append(f"{prefix}.compressor.wgate.weight")
+    return SourceWeights(
+        attn_norm=loader.take(f"layers.{layer}.attn_norm.weight"),
+        project=loader.stack(*projections),
+        norm=loader.take(f"{prefix}.compressor.norm.weight"),
+        wk=loader.take(f"{prefix}.indexer.wk.weight"),
+        k_norm=loader.take(f"{prefix}.indexer.k_norm.weight"),
+        window=loader.take(f"{prefix}.wkv.weight"),
+        window_norm=loader.take(f"{prefix}.kv_norm.weight"),
+    )
