@@ -1,0 +1,301 @@
+"""What would a model compute? A machine of hashes in its place, and a reference without a cache.
+
+Every row's hash covers every token, window row, pool entry and open pair that it was allowed to
+read, so a stale, missing, foreign or doubly written one changes the sampled tokens. Reading what
+was never written raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import torch
+
+from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.replay import TailVariant
+from ripresa.workers.request import FinishReason, GenerationRequest
+from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
+
+WINDOW = 8
+REWIND = 2
+VOCABULARY = 64
+EOS = 1
+
+
+def digest(*parts: object) -> int:
+    """A 63-bit hash of the parts."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+def encoder_hash(
+    token: int, lookback: Iterable[int], window: list[int], pool: list[int], pair: int | None
+) -> int:
+    return digest("encoder", token, tuple(lookback), window, pool, pair)
+
+
+def decoder_hash(encoded: int, source: list[int], window: list[int], pool: list[int]) -> int:
+    return digest("decoder", encoded, source, window, pool)
+
+
+def sample(decoded: int, seed: int, position: int) -> int:
+    return digest("sample", decoded, seed, position) % VOCABULARY
+
+
+@dataclass
+class Slot:
+    """Rings and the open pair of one sequence."""
+
+    encoder: dict[int, int] = field(default_factory=dict)
+    source: dict[int, int] = field(default_factory=dict)
+    decoder: dict[int, int] = field(default_factory=dict)
+    pair: int | None = None
+
+
+class HashMachine:
+    """A `ModelRunner` whose rows are hashes.
+
+    Attributes:
+        before_step: called in the step thread before every step.
+        violations: uses of pages that were given back, and releases of pages in use.
+    """
+
+    def __init__(self, num_blocks: int = 64, num_slots: int = 16, max_model_len: int = 512) -> None:
+        self.window = WINDOW
+        self.layout_digest = b"hash machine"
+        self.num_blocks = num_blocks
+        self.num_slots = num_slots
+        self.eos_token_id: int | None = EOS
+        self.max_model_len = max_model_len
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None
+        self.violations: list[str] = []
+        self._blocks: list[list[int | None]] = [[None] * WINDOW for _ in range(num_blocks)]
+        self._slots: dict[int, Slot] = {}
+        self._running: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+
+    def execute(
+        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+    ) -> StepOutput:
+        slots = [step.slot for step in plan.sequences]
+        assert len(set(slots)) == len(slots), "a slot occurs twice in a step"
+        with self._lock:
+            self._running = frozenset(slots)
+        try:
+            self.before_step(plan)
+            output = StepOutput()
+            for step in plan.sequences:
+                self._run(step, (inbound or {}).get(step.slot), output)
+        finally:
+            with self._lock:
+                self._running = frozenset()
+        return output
+
+    def _run(self, step: SequenceStep, inbound: EncoderOutput | None, output: StepOutput) -> None:
+        slot = self._slots.setdefault(step.slot, Slot())
+        encoded: dict[int, int] = {}
+        known = step.lookback_ids + step.token_ids
+        for position in range(step.encoder_start, step.encoder_stop):
+            index = position - step.encoder_start + len(step.lookback_ids)
+            pair = None
+            if position % 2:
+                assert slot.pair is not None, f"row {position} has no open pair"
+                pair = slot.pair
+            value = encoder_hash(
+                known[index],
+                known[max(0, index - 3) : index],
+                self._window(slot.encoder, step.swa_floor, position),
+                self._pool(step, position),
+                pair,
+            )
+            encoded[position] = value
+            slot.encoder[position] = digest("row", value)
+            slot.pair = None if position % 2 else value
+            if step.write_source_window:
+                slot.source[position] = digest("source", value)
+            if position >= step.write_floor:
+                block = self._blocks[step.block_table[position // WINDOW]]
+                block[position % WINDOW] = digest("entry", value)
+        if step.inbound:
+            assert inbound is not None, "inbound rows were not given"
+            assert (inbound.start, inbound.stop) == (step.decoder_start, step.decoder_stop)
+            encoded = _unpack(inbound)
+        for position in range(step.decoder_start, step.decoder_stop):
+            value = decoder_hash(
+                encoded[position],
+                self._window(slot.source, step.source_floor, position),
+                self._window(slot.decoder, step.decoder_floor, position),
+                self._pool(step, position + 1),
+            )
+            slot.source[position] = digest("source", encoded[position])
+            slot.decoder[position] = digest("row", value)
+            if step.sampling is not None and position == step.decoder_stop - 1:
+                output.sampled[step.slot] = sample(value, step.sampling.seed, position)
+        if step.hand_over_from is not None:
+            output.encoder_output[step.slot] = _pack(encoded, step.hand_over_from)
+        output.num_encoder_rows += step.num_encoder_rows
+        output.num_decoder_rows += step.num_decoder_rows
+        for ring in (slot.encoder, slot.decoder):
+            for position in sorted(ring)[: -WINDOW - REWIND]:
+                del ring[position]
+
+    @staticmethod
+    def _window(ring: dict[int, int], floor: int, position: int) -> list[int]:
+        return [ring[j] for j in range(max(floor, position - WINDOW + 1), position)]
+
+    def _pool(self, step: SequenceStep, stop: int) -> list[int]:
+        entries = []
+        for position in range(stop):
+            entry = self._blocks[step.block_table[position // WINDOW]][position % WINDOW]
+            assert entry is not None, f"pool entry {position} was never written"
+            entries.append(entry)
+        return entries
+
+    def block_bytes(self, num_blocks: int) -> int:
+        return 8 * WINDOW * num_blocks
+
+    def export_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        entries = [entry for block in block_ids for entry in self._blocks[block]]
+        return _to_bytes([_present(entry) for entry in entries])
+
+    def import_blocks(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+        entries = _from_bytes(payload)
+        for index, block in enumerate(block_ids):
+            self._blocks[block] = list(entries[index * WINDOW : (index + 1) * WINDOW])
+
+    def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int:
+        source = len(_source_rows(output_start)) if source_window else 0
+        rows = num_tokens % WINDOW + min(WINDOW, num_tokens) + 1 + source
+        return 8 * (rows + num_tokens - output_start)
+
+    def export_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output: EncoderOutput,
+        source_window: bool,
+    ) -> torch.Tensor:
+        if slot not in self._slots:
+            self.violations.append(f"state of slot {slot} was exported after its release")
+        state = self._slots[slot]
+        partial = num_tokens % WINDOW
+        values = []
+        if partial:
+            block = self._blocks[block_table[num_tokens // WINDOW]]
+            values += [_present(entry) for entry in block[:partial]]
+        values += [state.encoder[j] for j in range(max(0, num_tokens - WINDOW), num_tokens)]
+        values.append(-1 if state.pair is None else state.pair)
+        if source_window:
+            values += [state.source[j] for j in _source_rows(output.start)]
+        rows = _unpack(output)
+        values += [rows[j] for j in range(output.start, num_tokens)]
+        return _to_bytes(values)
+
+    def import_state(
+        self,
+        slot: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        output_start: int,
+        source_window: bool,
+        payload: torch.Tensor,
+    ) -> EncoderOutput:
+        values = iter(_from_bytes(payload))
+        state = Slot()
+        for index in range(num_tokens % WINDOW):
+            self._blocks[block_table[num_tokens // WINDOW]][index] = next(values)
+        for j in range(max(0, num_tokens - WINDOW), num_tokens):
+            state.encoder[j] = next(values)
+        pair = next(values)
+        state.pair = None if pair == -1 else pair
+        if source_window:
+            for j in _source_rows(output_start):
+                state.source[j] = next(values)
+        self._slots[slot] = state
+        return _pack({j: next(values) for j in range(output_start, num_tokens)}, output_start)
+
+    def release_slot(self, slot: int) -> None:
+        with self._lock:
+            if slot in self._running:
+                self.violations.append(f"slot {slot} was released in its own step")
+        self._slots.pop(slot, None)
+
+
+@dataclass(frozen=True)
+class ReferenceStream:
+    """Tokens after the prompt, a stop token excluded, and why they end."""
+
+    tokens: tuple[int, ...]
+    reason: FinishReason
+    stop_token_id: int | None
+
+
+def reference_stream(request: GenerationRequest, max_model_len: int = 512) -> ReferenceStream:
+    """The stream of a request's prompt, from the definition: no cache, chunk, slot or block."""
+    tokens = list(request.token_ids[: request.num_prompt_tokens])
+    sampling, recipe = request.sampling, request.recipe
+    first = recipe.decoder_start
+    source_first = 0 if recipe.tail is TailVariant.LAYER_EXACT else first
+    encoded: list[int] = []
+    decoded: dict[int, int] = {}
+
+    def rows(values: Callable[[int], int], floor: int, position: int) -> list[int]:
+        return [values(j) for j in range(max(floor, position - WINDOW + 1), position)]
+
+    while True:
+        for i in range(len(encoded), len(tokens)):
+            window = rows(lambda j: digest("row", encoded[j]), 0, i)
+            pool = [digest("entry", value) for value in encoded]
+            lookback = tokens[max(0, i - 3) : i]
+            pair = encoded[i - 1] if i % 2 else None
+            encoded.append(encoder_hash(tokens[i], lookback, window, pool, pair))
+            if i >= first:
+                source = rows(lambda j: digest("source", encoded[j]), source_first, i)
+                window = rows(lambda j: digest("row", decoded[j]), first, i)
+                pool = [digest("entry", value) for value in encoded]
+                decoded[i] = decoder_hash(encoded[i], source, window, pool)
+        last = len(tokens) - 1
+        token = sample(decoded[last], recipe.seed, last)
+        generated = tuple(tokens[request.num_prompt_tokens :])
+        is_eos = token == EOS and not sampling.ignore_eos
+        if is_eos or token in sampling.stop_token_ids:
+            return ReferenceStream(generated, FinishReason.STOP, token)
+        tokens.append(token)
+        if len(generated) + 1 == sampling.max_tokens or len(tokens) == max_model_len:
+            return ReferenceStream((*generated, token), FinishReason.LENGTH, None)
+
+
+def _source_rows(output_start: int) -> range:
+    return range(max(0, output_start - WINDOW + 1), output_start)
+
+
+def _present(entry: int | None) -> int:
+    assert entry is not None, "a pool entry that was never written leaves the worker"
+    return entry
+
+
+def _to_bytes(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).view(torch.uint8)
+
+
+def _from_bytes(payload: torch.Tensor) -> list[int]:
+    return [int(value) for value in payload.clone().view(torch.int64).tolist()]
+
+
+def _pack(encoded: Mapping[int, int], start: int) -> EncoderOutput:
+    """Hashes as four 16-bit pieces each, which float32 holds exactly."""
+    positions = [position for position in sorted(encoded) if position >= start]
+    pieces = [[(encoded[p] >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for p in positions]
+    hidden = torch.tensor(pieces, dtype=torch.float32).reshape(len(positions), 1, 4)
+    return EncoderOutput(positions[0], hidden, torch.zeros(len(positions), 1))
+
+
+def _unpack(output: EncoderOutput) -> dict[int, int]:
+    rows = output.hidden[:, 0].to(torch.int64).tolist()
+    return {
+        output.start + index: sum(piece << (16 * k) for k, piece in enumerate(row))
+        for index, row in enumerate(rows)
+    }

@@ -1,0 +1,161 @@
+"""Which pages does one sequence own, and when may they be given back?
+
+    reserve ──▶ held by the request ──▶ retired ──▶ freed (exactly once)
+                      └─ hold / drop around every use in another thread ─┘
+
+Retiring says that the request is over; pages go back when the last use in flight is over too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ripresa.workers.cache.block_pool import BlockPool, SlotPool
+from ripresa.workers.errors import ErrorCode, RipresaError
+
+
+class BlockTable:
+    """The blocks and the slot of one sequence; block k holds positions [k*W, (k+1)*W).
+
+    Attributes:
+        blocks: block ids in order of position.
+        slot: the sequence's slot.
+    """
+
+    __slots__ = ("_give_back", "_is_freed", "_is_retired", "_num_holds", "blocks", "slot")
+
+    def __init__(
+        self, blocks: tuple[int, ...], slot: int, give_back: Callable[[BlockTable], None]
+    ) -> None:
+        self.blocks = blocks
+        self.slot = slot
+        self._give_back = give_back
+        self._num_holds = 0
+        self._is_retired = False
+        self._is_freed = False
+
+    @property
+    def is_retired(self) -> bool:
+        return self._is_retired
+
+    @property
+    def is_freed(self) -> bool:
+        return self._is_freed
+
+    @property
+    def num_holds(self) -> int:
+        return self._num_holds
+
+    def hold(self) -> None:
+        """Keep the pages until `drop`: something outside the event loop is about to use them.
+
+        Raises RipresaError (INTERNAL) on pages that were freed.
+        """
+        if self._is_freed:
+            raise RipresaError(ErrorCode.INTERNAL, f"slot {self.slot} is used after it was freed")
+        self._num_holds += 1
+
+    def drop(self) -> None:
+        """End one `hold`; frees the pages if they are retired and this was the last one."""
+        if self._num_holds == 0:
+            raise RipresaError(ErrorCode.INTERNAL, f"slot {self.slot} has no hold to drop")
+        self._num_holds -= 1
+        self._free_if_unused()
+
+    def retire(self) -> None:
+        """The request is over: free the pages now, or with the last `drop`. Idempotent."""
+        self._is_retired = True
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self._is_retired and self._num_holds == 0 and not self._is_freed:
+            self._is_freed = True
+            self._give_back(self)
+
+
+class PagePool:
+    """Blocks and slots of a worker, reserved together and freed together.
+
+    Args:
+        blocks, slots: the two pools.
+        window: W, tokens a block holds.
+        forget_slot: called before a slot is given back, so that its next owner finds nothing.
+    """
+
+    def __init__(
+        self, blocks: BlockPool, slots: SlotPool, window: int, forget_slot: Callable[[int], None]
+    ) -> None:
+        self._blocks = blocks
+        self._slots = slots
+        self._window = window
+        self._forget_slot = forget_slot
+        self._tables: dict[int, BlockTable] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._blocks.num_free
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_owned_slots(self) -> int:
+        """Slots of requests that are not over; retired ones still in use are not among them."""
+        return sum(not table.is_retired for table in self._tables.values())
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions occupy."""
+        return -(-num_tokens // self._window)
+
+    def reserve(self, num_tokens: int) -> BlockTable:
+        """Take a slot and the blocks of `num_tokens` positions, or nothing at all.
+
+        Raises:
+            ResourceExhausted: too few blocks, or no slot, are free.
+        """
+        slot = self._slots.allocate()
+        try:
+            blocks = self._blocks.allocate(self.blocks_for(num_tokens))
+        except BaseException:
+            self._slots.free(slot)
+            raise
+        table = BlockTable(blocks, slot, self._free)
+        self._tables[slot] = table
+        return table
+
+    def _free(self, table: BlockTable) -> None:
+        del self._tables[table.slot]
+        try:
+            self._forget_slot(table.slot)
+        finally:
+            self._blocks.free(table.blocks)
+            self._slots.free(table.slot)
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless every page is free or owned by one live table."""
+        self._blocks.check_integrity()
+        self._slots.check_integrity()
+        owned = [block for table in self._tables.values() for block in table.blocks]
+        if len(set(owned)) != len(owned):
+            raise RipresaError(ErrorCode.INTERNAL, "a KV block is owned by two sequences")
+        if len(owned) != self.num_blocks - self.num_free_blocks:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"{self.num_blocks - self.num_free_blocks} KV blocks are taken but "
+                f"{len(owned)} are owned by sequences",
+            )
+        if len(self._tables) != self.num_slots - self.num_free_slots:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"{self.num_slots - self.num_free_slots} slots are taken but "
+                f"{len(self._tables)} are owned by sequences",
+            )

@@ -1,0 +1,72 @@
+"""Which settings does a worker's engine have, and which combinations are refused?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ripresa.workers.errors import ConfigError
+from ripresa.workers.replay import TailVariant
+
+
+class Numerics(StrEnum):
+    """DETERMINISTIC: rows equal bitwise whatever their batch mates. FAST: equal to rounding."""
+
+    DETERMINISTIC = "deterministic"
+    FAST = "fast"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How an engine takes part in a hand-over.
+
+    Attributes:
+        max_section_blocks: most KV blocks that an encoder worker sends in one section.
+        hand_over_timeout_s: how long a decode worker keeps the pages of a request for which no
+            transfer is under way, in seconds.
+    """
+
+    max_section_blocks: int = 16
+    hand_over_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_section_blocks < 1:
+            raise ConfigError(
+                "engine.transfer.max_section_blocks", f"{self.max_section_blocks} is below 1"
+            )
+        if self.hand_over_timeout_s <= 0:
+            raise ConfigError(
+                "engine.transfer.hand_over_timeout_s", f"{self.hand_over_timeout_s} is not above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One worker's engine.
+
+    Attributes:
+        max_batched_tokens: rows of one step: decode rows, then tails and prompt chunks. At least
+            2W. Decode rows never take the last 2W of it from the prompts.
+        max_num_seqs: sequences that hold pages at once.
+        num_blocks: KV blocks in the worker's pool.
+        default_tail: the tail variant of requests that name none.
+        numerics: whether results may depend on batch mates in rounding.
+        transfer: hand-over settings.
+    """
+
+    max_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    num_blocks: int = 1024
+    default_tail: TailVariant = TailVariant.FLOORED
+    numerics: Numerics = Numerics.DETERMINISTIC
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name}", f"{getattr(self, name)} is below 1")
+        if self.default_tail is TailVariant.EXACT:
+            raise ConfigError(
+                "engine.default_tail",
+                "tail 'exact' is not available yet; use floored, layer_exact or full",
+            )

@@ -1,0 +1,293 @@
+"""How does a decode worker turn a request, or a handed-over prompt, into a stream of tokens?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+
+import torch
+
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.engine import EngineCore, EngineStats, Job
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.hand_over import InboundHandOver
+from ripresa.workers.models.base import EncoderOutput, ModelRunner
+from ripresa.workers.replay import TailVariant
+from ripresa.workers.request import (
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PrefillDone,
+    Reserved,
+    Tokens,
+)
+from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
+from ripresa.workers.sequence import SequenceStatus
+from ripresa.workers.transfer.base import Manifest, Section, SectionKind, TransferState
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """The events of one request, and the encoder output its tail starts from."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self.events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        self.inbound: InboundHandOver | None = None
+
+    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+        if progress.is_prefill_done:
+            self.events.put_nowait(PrefillDone(self._request.recipe))
+        if progress.token is not None and progress.token_position is not None:
+            self.events.put_nowait(Tokens(progress.token_position, (progress.token,)))
+        if progress.finish is not None:
+            sequence = progress.sequence
+            num_bytes = 0 if self.inbound is None else self.inbound.num_bytes
+            finished = Finished(
+                reason=progress.finish,
+                stop_token_id=progress.stop_token_id,
+                num_generated_tokens=sequence.num_generated_tokens,
+                counters=replace(sequence.counters, transfer_bytes=num_bytes),
+            )
+            self.events.put_nowait(finished)
+
+    def on_failed(self, error: RipresaError) -> None:
+        self.events.put_nowait(Failed(error))
+
+    def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
+        output = None if self.inbound is None else self.inbound.encoder_output
+        if output is None or not output.start <= start < stop <= output.stop:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"encoder output of rows [{start}, {stop}) was not handed over"
+            )
+        rows = slice(start - output.start, stop - output.start)
+        return EncoderOutput(start, output.hidden[rows], output.pre_mix[rows])
+
+
+class DecodeEngine:
+    """All layers of the model: local prefill, or the tail of a handed-over one, and decode.
+
+    It is the `Sink` of the transfers that other workers offer to it.
+
+    Args:
+        worker_id: this worker's name in the cluster.
+        runner: the model with its KV memory.
+        config: the engine's settings.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        runner: ModelRunner,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._worker_id = worker_id
+        self._runner = runner
+        self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
+        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock)
+        self._streams: dict[Job, _Stream] = {}
+
+    async def start(self) -> None:
+        """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""
+        await self._core.start()
+
+    async def stop(self) -> None:
+        """Fail every stream with UNAVAILABLE, wait for the running step, free everything."""
+        await self._core.stop()
+
+    async def generate(
+        self, request: GenerationRequest, *, local: bool
+    ) -> AsyncGenerator[EngineEvent, None]:
+        """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
+
+        Closing the iterator, or cancelling the task that reads it, ends the work within a step.
+        A stop token is not in any Tokens event; Finished names it and counts it.
+
+        Args:
+            local: this worker prefills by itself; otherwise the request waits for a transfer.
+
+        Raises:
+            RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
+        """
+        stream = _Stream(request)
+        job = await self._core.admit(request, stream, is_inbound=not local)
+        self._streams[job] = stream
+        try:
+            if local:
+                self._core.begin(job)
+            else:
+                self._core.wait_at_most(job, self._hand_over_timeout_s)
+            yield Reserved(self._worker_id, local)
+            while True:
+                event = await stream.events.get()
+                yield event
+                if isinstance(event, Finished | Failed):
+                    return
+        finally:
+            del self._streams[job]
+            self._core.retire(job)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with CANCELLED; False if it does not run here."""
+        job = self._core.find(request_id)
+        if job is None:
+            return False
+        self._core.fail(job, RipresaError(ErrorCode.CANCELLED, "the request was aborted"))
+        return True
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless pools, queues and inbound transfers agree."""
+        self._core.check_integrity()
+        for job, stream in self._streams.items():
+            if job.is_over or not job.sequence.is_inbound:
+                continue
+            inbound = stream.inbound
+            has_arrived = inbound is not None and inbound.state is TransferState.COMPLETE
+            if has_arrived is (job.sequence.status is SequenceStatus.WAITING):
+                raise RipresaError(
+                    ErrorCode.INTERNAL,
+                    f"request {job.request.request_id} is {job.sequence.status} but its transfer "
+                    f"is {'missing' if inbound is None else inbound.state}",
+                )
+
+    def open(self, manifest: Manifest) -> None:
+        """Accept an offer for a request that waits here, in place of an older or failed one.
+
+        Raises:
+            RipresaError: NOT_FOUND (no such request waits), FAILED_PRECONDITION (stale, or of
+                another layout, length or recipe), ALREADY_EXISTS (its state has arrived).
+        """
+        job, stream = self._waiting(manifest)
+        request = job.request
+        if manifest.layout_digest != self._runner.layout_digest:
+            raise _refused("its KV layout differs; run one model and configuration everywhere")
+        inbound = stream.inbound
+        if inbound is not None and inbound.is_open and inbound.manifest == manifest:
+            return
+        newest = request.generation - 1 if inbound is None else inbound.manifest.generation
+        if manifest.generation <= newest:
+            raise _refused(f"generation {manifest.generation} is stale, {newest} was seen")
+        if (manifest.num_tokens, manifest.recipe) != (request.num_tokens, request.recipe):
+            raise _refused("its length or recipe differs from the reserved request's")
+        if manifest.first_block != 0:
+            raise _refused(f"it starts at block {manifest.first_block}; nothing is held here")
+        if inbound is not None and inbound.is_open:
+            inbound.move(TransferState.FAILED)
+        stream.inbound = InboundHandOver(manifest, request.num_tokens // self._runner.window)
+        # From here to `complete` or `fail` the transfer layer watches the sender.
+        self._core.wait_at_most(job, None)
+
+    def section_bytes(self, manifest: Manifest, section: Section) -> int:
+        """Bytes that this worker's own layout derives for a section.
+
+        Raises RipresaError as `write` does for a section that does not come next.
+        """
+        _, _, inbound = self._arriving(manifest)
+        if not inbound.has(section):
+            inbound.check(section)
+        if section.kind is SectionKind.BLOCKS:
+            return self._runner.block_bytes(section.last_block - section.first_block)
+        return self._runner.state_bytes(
+            manifest.num_tokens, manifest.recipe.decoder_start, _sends_source_window(manifest)
+        )
+
+    def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
+        """Store a payload (uint8 [num_bytes]); a repeated section is ignored.
+
+        Raises:
+            RipresaError: NOT_FOUND (the request is over), FAILED_PRECONDITION (the transfer is
+                over, or the section is out of order or of another size).
+        """
+        job, _, inbound = self._arriving(manifest)
+        if inbound.has(section):
+            return
+        expected = self.section_bytes(manifest, section)
+        if not section.num_bytes == payload.numel() == expected:
+            raise _refused(
+                f"section {section.index} has {payload.numel()} bytes, {expected} are expected"
+            )
+        pages = job.sequence.pages
+        output = None
+        if section.kind is SectionKind.BLOCKS:
+            block_ids = pages.blocks[section.first_block : section.last_block]
+            self._runner.import_blocks(block_ids, payload)
+        else:
+            output = self._runner.import_state(
+                pages.slot,
+                pages.blocks,
+                manifest.num_tokens,
+                manifest.recipe.decoder_start,
+                _sends_source_window(manifest),
+                payload,
+            )
+        inbound.stored(section, output)
+        self._core.count_transfer(section.num_bytes)
+
+    def complete(self, manifest: Manifest) -> None:
+        """The checksum agreed: the request goes on to its tail. Idempotent.
+
+        Raises RipresaError: as `write`, and FAILED_PRECONDITION if sections are missing.
+        """
+        job = self._core.find(manifest.request_id)
+        inbound = None if job is None else self._streams[job].inbound
+        if (
+            inbound is not None
+            and inbound.state is TransferState.COMPLETE
+            and inbound.manifest == manifest
+        ):
+            return
+        job, _, inbound = self._arriving(manifest)
+        if inbound.encoder_output is None:
+            raise _refused("it is complete without its state section")
+        inbound.move(TransferState.COMPLETE)
+        self._core.begin(job)
+
+    def fail(self, manifest: Manifest, reason: str) -> None:
+        """The transfer is over; the request waits for one of a higher generation. Idempotent."""
+        job = self._core.find(manifest.request_id)
+        inbound = None if job is None else self._streams[job].inbound
+        if job is None or inbound is None or inbound.manifest != manifest or not inbound.is_open:
+            return
+        logger.warning("transfer %s failed: %s", manifest.transfer_id, reason)
+        inbound.move(TransferState.FAILED)
+        self._core.wait_at_most(job, self._hand_over_timeout_s)
+
+    def _waiting(self, manifest: Manifest) -> tuple[Job, _Stream]:
+        job = self._core.find(manifest.request_id)
+        if job is None or not job.sequence.is_inbound:
+            raise RipresaError(
+                ErrorCode.NOT_FOUND,
+                f"request {manifest.request_id} does not wait for a transfer on "
+                f"{self._worker_id}; it was cancelled, finished or never reserved",
+            )
+        if job.sequence.status is not SequenceStatus.WAITING:
+            raise RipresaError(
+                ErrorCode.ALREADY_EXISTS,
+                f"the state of request {manifest.request_id} is complete on {self._worker_id}",
+            )
+        return job, self._streams[job]
+
+    def _arriving(self, manifest: Manifest) -> tuple[Job, _Stream, InboundHandOver]:
+        job, stream = self._waiting(manifest)
+        inbound = stream.inbound
+        if inbound is None or inbound.manifest != manifest or not inbound.is_open:
+            raise _refused("it is over, or was replaced by a newer one")
+        return job, stream, inbound
+
+
+def _sends_source_window(manifest: Manifest) -> bool:
+    return manifest.recipe.tail is TailVariant.LAYER_EXACT
+
+
+def _refused(reason: str) -> RipresaError:
+    return RipresaError(ErrorCode.FAILED_PRECONDITION, f"the transfer is refused: {reason}")

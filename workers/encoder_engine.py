@@ -1,0 +1,203 @@
+"""How does an encoder worker turn a prompt into state on a decode worker?
+
+    offer ─ accepted ─▶ chunk 0 │ chunk 1 │ chunk 2 │ ...
+                             blocks 0.. ─▶ blocks k.. ─▶ ... ─▶ state ─▶ checksum
+
+Blocks are sent while later chunks compute. What waits to be sent are pages that the request holds
+anyway, so a slow receiver delays its own request only and nothing queues up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.engine import EngineCore, EngineStats, Job
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.models.base import EncoderOutput, ModelRunner
+from ripresa.workers.replay import TailVariant
+from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
+from ripresa.workers.transfer.base import (
+    Manifest,
+    OutboundTransfer,
+    Section,
+    SectionKind,
+    TransferBackend,
+)
+
+
+class _Prompt:
+    """How far a prompt is computed, for the task that sends it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.is_done = False
+        self.scope = asyncio.timeout(None)
+        self._outputs: list[EncoderOutput] = []
+        self._moved = asyncio.Event()
+
+    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+        if encoder_output is not None:
+            self._outputs.append(encoder_output)
+        self.position = progress.step.encoder_stop
+        self.is_done = progress.is_prefill_done
+        self._moved.set()
+
+    def on_failed(self, error: RipresaError) -> None:
+        # Ends whatever `prefill` waits for: an answer, a slow receiver, the next chunk.
+        self.scope.reschedule(asyncio.get_running_loop().time())
+
+    def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
+        raise RipresaError(ErrorCode.INTERNAL, "an encoder worker receives no encoder output")
+
+    async def beyond(self, position: int) -> None:
+        """Return once rows beyond `position`, or all rows, are computed."""
+        while self.position <= position and not self.is_done:
+            self._moved.clear()
+            await self._moved.wait()
+
+    def tail_output(self) -> EncoderOutput:
+        """The encoder output of all tail rows, in order."""
+        return EncoderOutput(
+            start=self._outputs[0].start,
+            hidden=torch.cat([output.hidden for output in self._outputs]),
+            pre_mix=torch.cat([output.pre_mix for output in self._outputs]),
+        )
+
+
+class EncoderEngine:
+    """The lower half of the model: prompts in, block KV and encoder output out.
+
+    Args:
+        worker_id: this worker's name in the cluster.
+        runner: the encoder half with its KV memory.
+        backend: how state travels to decode workers; closed by whoever made it.
+        config: the engine's settings.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        runner: ModelRunner,
+        backend: TransferBackend,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._worker_id = worker_id
+        self._runner = runner
+        self._backend = backend
+        self._max_section_blocks = config.transfer.max_section_blocks
+        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock)
+
+    async def start(self) -> None:
+        """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""
+        await self._core.start()
+
+    async def stop(self) -> None:
+        """Fail every prefill with UNAVAILABLE, wait for the running step, free everything."""
+        await self._core.stop()
+
+    async def prefill(self, request: GenerationRequest, receiver: str) -> WorkCounters:
+        """Compute a prompt and hand its state over to the decode worker `receiver`.
+
+        Returns once the receiver has agreed to the checksum. Cancelling it stops the work within
+        a step and tells the receiver.
+
+        Raises:
+            RipresaError: see `EngineCore.admit`; CANCELLED or DEADLINE_EXCEEDED; INTERNAL (a step
+                failed); or what the transfer raised. The receiver was told in every case.
+        """
+        prompt = _Prompt()
+        job = await self._core.admit(request, prompt)
+        try:
+            async with prompt.scope:
+                return await self._hand_over(job, prompt, receiver)
+        except TimeoutError:
+            if job.error is None:
+                raise
+            raise job.error from None
+        finally:
+            self._core.retire(job)
+
+    def abort(self, request_id: str) -> bool:
+        """End a prefill with CANCELLED; False if it does not run here."""
+        job = self._core.find(request_id)
+        if job is None:
+            return False
+        self._core.fail(job, RipresaError(ErrorCode.CANCELLED, "the prefill was aborted"))
+        return True
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless pools, queues and prefills agree."""
+        self._core.check_integrity()
+
+    async def _hand_over(self, job: Job, prompt: _Prompt, receiver: str) -> WorkCounters:
+        request = job.request
+        manifest = Manifest(
+            transfer_id=uuid.uuid4().hex,
+            request_id=request.request_id,
+            generation=request.generation,
+            sender=self._worker_id,
+            layout_digest=self._runner.layout_digest,
+            num_tokens=request.num_tokens,
+            first_block=0,
+            recipe=request.recipe,
+        )
+        transfer = await self._backend.offer(receiver, manifest)
+        try:
+            self._core.begin(job)
+            num_sections = await self._send_blocks(job, prompt, transfer)
+            await self._send_state(job, prompt, transfer, num_sections)
+            await transfer.complete()
+        except BaseException as error:
+            self._core.retire(job)
+            await transfer.fail(str(job.error or error) or type(error).__name__)
+            raise
+        finally:
+            self._core.count_transfer(transfer.num_bytes_sent)
+        return replace(job.sequence.counters, transfer_bytes=transfer.num_bytes_sent)
+
+    async def _send_blocks(self, job: Job, prompt: _Prompt, transfer: OutboundTransfer) -> int:
+        """Send all whole blocks in order, as they are finished. Returns the sections sent."""
+        window = self._runner.window
+        num_blocks = job.request.num_tokens // window
+        sent = 0
+        index = 0
+        while sent < num_blocks:
+            await prompt.beyond((sent + 1) * window - 1)
+            stop = min(prompt.position // window, num_blocks, sent + self._max_section_blocks)
+            payload = await self._core.in_step_thread(
+                job, self._runner.export_blocks, job.sequence.pages.blocks[sent:stop]
+            )
+            section = Section(index, SectionKind.BLOCKS, sent, stop, payload.numel())
+            await transfer.send(section, payload)
+            sent = stop
+            index += 1
+        return index
+
+    async def _send_state(
+        self, job: Job, prompt: _Prompt, transfer: OutboundTransfer, index: int
+    ) -> None:
+        request = job.request
+        await prompt.beyond(request.num_tokens)
+        payload = await self._core.in_step_thread(
+            job,
+            self._runner.export_state,
+            job.sequence.pages.slot,
+            job.sequence.pages.blocks,
+            request.num_tokens,
+            prompt.tail_output(),
+            request.recipe.tail is TailVariant.LAYER_EXACT,
+        )
+        await transfer.send(Section(index, SectionKind.STATE, 0, 0, payload.numel()), payload)

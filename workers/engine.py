@@ -1,0 +1,392 @@
+"""How do requests, the scheduler and the model runner meet: one step after the other?
+
+    event loop   admit ─ schedule ─┐             ┌─ complete ─ tell listeners ─ schedule ─▶
+    step thread                    └─ execute ───┘
+
+The loop sleeps while nothing is to be computed. Everything but `execute` and exports happens on
+the event loop, so the books need no lock; pages of a request that ends while the step thread uses
+them are freed when that use is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
+
+from ripresa.workers.cache.block_pool import BlockPool, SlotPool
+from ripresa.workers.cache.block_table import PagePool
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
+from ripresa.workers.models.base import EncoderOutput, ModelRunner, StepOutput
+from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
+from ripresa.workers.scheduling.step_plan import StepPlan
+from ripresa.workers.sequence import Sequence, SequenceStatus
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A worker's load and work so far.
+
+    Attributes:
+        num_running: requests in prefill or decode.
+        num_waiting: requests that hold pages and wait for a transfer.
+        num_blocks, num_free_blocks: KV blocks.
+        num_steps: steps run.
+        counters: rows of all requests by kind, as planned, and bytes sent or received.
+        num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_steps: int
+    counters: WorkCounters
+    num_encoder_rows: int
+    num_decoder_rows: int
+
+
+class Listener(Protocol):
+    """A request's owner. Called on the event loop, between steps; must not raise."""
+
+    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+        """A step computed rows of the request; `encoder_output` is what was to leave it."""
+
+    def on_failed(self, error: RipresaError) -> None:
+        """The request is over; called at most once, and never after its last progress."""
+
+    def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
+        """Handed-over encoder output of rows [start, stop)."""
+
+
+class Job:
+    """One admitted request inside an engine.
+
+    Attributes:
+        sequence: its rows and pages.
+        listener: who hears of it.
+        released: set once its pages are free.
+        error: why it failed, if it did.
+        patience_until: engine clock in seconds until which a WAITING request may wait; None for
+            as long as its deadline allows.
+    """
+
+    __slots__ = ("error", "listener", "patience_until", "released", "sequence")
+
+    def __init__(self, sequence: Sequence, listener: Listener) -> None:
+        self.sequence = sequence
+        self.listener = listener
+        self.released = asyncio.Event()
+        self.error: RipresaError | None = None
+        self.patience_until: float | None = None
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.sequence.request
+
+    @property
+    def is_over(self) -> bool:
+        return self.sequence.status is SequenceStatus.REMOVED
+
+    @property
+    def due(self) -> float | None:
+        """The earliest moment at which the request must be failed."""
+        if self.sequence.status is not SequenceStatus.WAITING or self.patience_until is None:
+            return self.request.deadline
+        if self.request.deadline is None:
+            return self.patience_until
+        return min(self.request.deadline, self.patience_until)
+
+
+class EngineCore:
+    """The part that encoder and decode engines share: admission, the step loop, the end.
+
+    Args:
+        role: which rows this worker computes.
+        runner: the model; `execute` and exports run in one dedicated thread, imports and
+            `release_slot` on the event loop, for slots that no running step contains.
+        config: the engine's settings.
+        clock: seconds since the epoch, as request deadlines are.
+
+    A step that raises fails its requests with INTERNAL. The engine lives on, unless the runner
+    raises `Unavailable`: then it can run no further step, and everything fails with that error.
+    """
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        runner: ModelRunner,
+        config: EngineConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        if config.max_num_seqs > runner.num_slots:
+            raise ConfigError(
+                "engine.max_num_seqs",
+                f"{config.max_num_seqs} exceeds the model runner's {runner.num_slots} slots; "
+                "build both from one setting",
+            )
+        self._runner = runner
+        self._clock = clock
+        self._pages = PagePool(
+            BlockPool(runner.num_blocks),
+            SlotPool(config.max_num_seqs),
+            runner.window,
+            self._on_release,
+        )
+        limits = SchedulerLimits(
+            window=runner.window,
+            max_batched_tokens=config.max_batched_tokens,
+            max_model_len=runner.max_model_len,
+            eos_token_id=runner.eos_token_id,
+        )
+        self._scheduler = Scheduler(role, self._pages, limits)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
+        self._by_slot: dict[int, Job] = {}
+        self._by_id: dict[str, Job] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._refusal: RipresaError | None = Unavailable("the engine was not started")
+        self._num_encoder_rows = 0
+        self._num_decoder_rows = 0
+        self._transfer_bytes = 0
+
+    async def start(self) -> None:
+        """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""
+        if self._task is not None:
+            raise RipresaError(ErrorCode.FAILED_PRECONDITION, "an engine starts only once")
+        self._refusal = None
+        self._task = asyncio.create_task(self._run(), name="engine-steps")
+
+    async def stop(self) -> None:
+        """Fail every request with UNAVAILABLE, wait for the running step, free everything."""
+        self._break(Unavailable("the worker is stopping; retry on another one"))
+        if self._task is not None:
+            await self._task
+        for job in tuple(self._by_slot.values()):
+            await job.released.wait()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def admit(
+        self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
+    ) -> Job:
+        """Reserve the request's pages; it computes nothing before `begin`.
+
+        Raises:
+            RipresaError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE (not running),
+                DEADLINE_EXCEEDED, or ALREADY_EXISTS if the same id runs here and its generation
+                is not lower. A lower one is failed, and its pages are free when this goes on.
+        """
+        while True:
+            if self._refusal is not None:
+                raise self._refusal
+            self._scheduler.check(request)
+            if request.deadline is not None and self._clock() >= request.deadline:
+                raise _deadline_exceeded()
+            old = self._by_id.get(request.request_id)
+            if old is None:
+                break
+            if old.request.generation >= request.generation:
+                raise RipresaError(
+                    ErrorCode.ALREADY_EXISTS,
+                    f"request {request.request_id} runs here with generation "
+                    f"{old.request.generation}; use a new id, or a higher generation to replace it",
+                    field="request_id",
+                )
+            self.fail(old, RipresaError(ErrorCode.CANCELLED, "replaced by a newer execution"))
+            await old.released.wait()
+        job = Job(self._scheduler.add(request, is_inbound=is_inbound), listener)
+        self._by_slot[job.sequence.pages.slot] = job
+        self._by_id[request.request_id] = job
+        return job
+
+    def begin(self, job: Job) -> None:
+        """The request may compute from the next step on."""
+        self._scheduler.begin(job.sequence)
+        self._wake.set()
+
+    def wait_at_most(self, job: Job, timeout_s: float | None) -> None:
+        """Fail the request if it has not begun `timeout_s` from now; None takes the limit away."""
+        job.patience_until = None if timeout_s is None else self._clock() + timeout_s
+        self._wake.set()
+
+    def retire(self, job: Job) -> None:
+        """The request is over: no further row; pages are freed after their last use. Idempotent."""
+        self._scheduler.remove(job.sequence)
+
+    def fail(self, job: Job, error: RipresaError) -> None:
+        """Tell the listener once and retire the request. Nothing if it is over already."""
+        if job.is_over:
+            return
+        job.error = error
+        self.retire(job)
+        job.listener.on_failed(error)
+
+    def find(self, request_id: str) -> Job | None:
+        """The request that runs here under this id."""
+        job = self._by_id.get(request_id)
+        return None if job is None or job.is_over else job
+
+    async def in_step_thread(
+        self, job: Job, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a function that uses the job's pages between steps, in the step thread.
+
+        The pages stay until it is done, even if the caller is cancelled meanwhile.
+
+        Raises whatever the function raises, or the job's error if it failed before.
+        """
+        if job.error is not None:
+            raise job.error
+        pages = job.sequence.pages
+        pages.hold()
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        future.add_done_callback(lambda _: pages.drop())
+        return await asyncio.shield(future)
+
+    def count_transfer(self, num_bytes: int) -> None:
+        """Add bytes that a transfer moved to the engine's totals."""
+        self._transfer_bytes += num_bytes
+
+    def stats(self) -> EngineStats:
+        rows = self._scheduler.counters
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=self._pages.num_blocks,
+            num_free_blocks=self._pages.num_free_blocks,
+            num_steps=self._scheduler.num_steps,
+            counters=WorkCounters(
+                encoder_rows=rows.encoder_rows,
+                decoder_prefill_rows=rows.decoder_prefill_rows,
+                decoder_rows=rows.decoder_rows,
+                transfer_bytes=self._transfer_bytes,
+            ),
+            num_encoder_rows=self._num_encoder_rows,
+            num_decoder_rows=self._num_decoder_rows,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
+        self._scheduler.check_integrity()
+        for slot, job in self._by_slot.items():
+            if job.sequence.pages.slot != slot or job.released.is_set():
+                raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} belongs to no live request")
+            if self._by_id.get(job.request.request_id) is not job:
+                raise RipresaError(ErrorCode.INTERNAL, f"slot {slot}'s request is not registered")
+            if job.is_over and job.sequence.pages.num_holds == 0:
+                raise RipresaError(ErrorCode.INTERNAL, f"slot {slot}'s pages were not freed")
+        taken = self._pages.num_slots - self._pages.num_free_slots
+        if not len(self._by_slot) == len(self._by_id) == taken:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"{taken} slots are taken by {len(self._by_slot)} requests with "
+                f"{len(self._by_id)} ids",
+            )
+
+    async def _run(self) -> None:
+        try:
+            while self._refusal is None:
+                self._fail_overdue()
+                plan = self._scheduler.schedule()
+                if plan is None:
+                    await self._sleep()
+                else:
+                    await self._step(plan)
+        except Exception as error:
+            logger.exception("the engine's step loop ended by an error")
+            self._break(Unavailable(f"the engine failed ({error}); restart the worker"))
+
+    async def _sleep(self) -> None:
+        """Until something can be computed or the next request is due."""
+        self._wake.clear()
+        due = [job.due for job in self._by_slot.values() if job.due is not None and not job.is_over]
+        timeout_s = max(0.0, min(due) - self._clock()) if due else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+
+    async def _step(self, plan: StepPlan) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            inbound = {
+                step.slot: self._by_slot[step.slot].listener.inbound_rows(
+                    step.decoder_start, step.decoder_stop
+                )
+                for step in plan.sequences
+                if step.inbound
+            }
+            output = await loop.run_in_executor(self._thread, self._runner.execute, plan, inbound)
+            progress = self._scheduler.complete(output.sampled)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            self._fail_step(plan, error)
+            return
+        self._num_encoder_rows += output.num_encoder_rows
+        self._num_decoder_rows += output.num_decoder_rows
+        for entry in progress:
+            self._tell(entry, output)
+
+    def _tell(self, progress: Progress, output: StepOutput) -> None:
+        slot = progress.step.slot
+        job = self._by_slot[slot]
+        if progress.finish is not None:
+            self.retire(job)
+        job.listener.on_progress(progress, output.encoder_output.get(slot))
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        if isinstance(error, Unavailable):
+            self._scheduler.abandon()
+            self._break(error)
+            return
+        failure = RipresaError(
+            ErrorCode.INTERNAL,
+            f"step {plan.step} of {len(plan.sequences)} sequences failed: "
+            f"{type(error).__name__}: {error}",
+        )
+        for sequence in self._scheduler.abandon():
+            self.fail(self._by_slot[sequence.pages.slot], failure)
+
+    def _fail_overdue(self) -> None:
+        now = self._clock()
+        for job in tuple(self._by_slot.values()):
+            if job.due is None or now < job.due:
+                continue
+            if job.request.deadline is not None and now >= job.request.deadline:
+                self.fail(job, _deadline_exceeded())
+            else:
+                self.fail(
+                    job,
+                    Unavailable("no encoder worker delivered the prompt's state in time; retry"),
+                )
+
+    def _break(self, error: RipresaError) -> None:
+        """Run no further step, refuse and fail everything with `error`."""
+        self._refusal = error
+        for job in tuple(self._by_slot.values()):
+            self.fail(job, error)
+        self._wake.set()
+
+    def _on_release(self, slot: int) -> None:
+        """The slot's pages go back to the pools."""
+        job = self._by_slot.pop(slot)
+        del self._by_id[job.request.request_id]
+        job.released.set()
+        self._runner.release_slot(slot)
+
+
+def _deadline_exceeded() -> RipresaError:
+    return RipresaError(
+        ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed; nothing of it runs on"
+    )

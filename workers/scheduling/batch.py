@@ -1,0 +1,83 @@
+"""Which rows, with which floors, does one sequence bring into a step?
+
+All numbers come from the recipe and are absolute, so that no result depends on where chunks end:
+
+    0        write_floor   decoder_start (= decoder floor)            stop
+    |-------------|--------------|--------------------------------------|
+    encoder rows  [a, b)      decoder rows  [max(a, decoder_start), b)
+"""
+
+from __future__ import annotations
+
+from ripresa.workers.replay import Recipe, TailVariant
+from ripresa.workers.scheduling.step_plan import SequenceStep
+from ripresa.workers.sequence import Sequence
+
+LOOKBACK = 3
+"""True tokens before the first row that n-gram hashing may read."""
+
+
+def source_floor(recipe: Recipe) -> int:
+    """Lowest layer-E window row that a decoder row may read (replay rules, section 2)."""
+    if recipe.tail is TailVariant.LAYER_EXACT:
+        return recipe.swa_floor
+    return recipe.decoder_start
+
+
+def encoder_chunk(sequence: Sequence, stop: int) -> SequenceStep:
+    """Rows [position, stop) on an encoder worker; the tail's encoder output leaves the step."""
+    recipe = sequence.request.recipe
+    return _step(
+        sequence,
+        encoder_stop=stop,
+        decoder=(stop, stop),
+        hand_over_from=recipe.decoder_start if stop > recipe.decoder_start else None,
+    )
+
+
+def local_chunk(sequence: Sequence, stop: int) -> SequenceStep:
+    """Rows [position, stop) on a decode worker that prefills by itself."""
+    first = max(sequence.position, sequence.request.recipe.decoder_start)
+    return _step(sequence, encoder_stop=stop, decoder=(min(first, stop), stop))
+
+
+def tail_chunk(sequence: Sequence, stop: int) -> SequenceStep:
+    """Decoder rows [position, stop) that start from handed-over encoder output."""
+    return _step(sequence, encoder_stop=None, decoder=(sequence.position, stop), inbound=True)
+
+
+def decode_row(sequence: Sequence) -> SequenceStep:
+    """The row of the last sampled token, through both halves."""
+    stop = sequence.num_tokens
+    return _step(sequence, encoder_stop=stop, decoder=(stop - 1, stop))
+
+
+def _step(
+    sequence: Sequence,
+    *,
+    encoder_stop: int | None,
+    decoder: tuple[int, int],
+    inbound: bool = False,
+    hand_over_from: int | None = None,
+) -> SequenceStep:
+    recipe = sequence.request.recipe
+    start = sequence.position if encoder_stop is not None else sequence.prefill_stop
+    stop = encoder_stop if encoder_stop is not None else start
+    samples = decoder[0] < decoder[1] == sequence.num_tokens
+    return SequenceStep(
+        slot=sequence.pages.slot,
+        block_table=sequence.pages.blocks,
+        token_ids=tuple(sequence.token_ids[start:stop]),
+        lookback_ids=tuple(sequence.token_ids[max(0, start - LOOKBACK) : start]),
+        encoder_start=start,
+        swa_floor=recipe.swa_floor,
+        write_floor=recipe.write_floor,
+        decoder_start=decoder[0],
+        decoder_stop=decoder[1],
+        decoder_floor=recipe.decoder_start,
+        source_floor=source_floor(recipe),
+        write_source_window=start < stop and recipe.tail is TailVariant.LAYER_EXACT,
+        inbound=inbound,
+        hand_over_from=hand_over_from,
+        sampling=sequence.sampling if samples else None,
+    )

@@ -1,0 +1,306 @@
+"""Who computes which rows in the next step?
+
+    add ─▶ WAITING ─ begin ─▶ PREFILL ─ last chunk ─▶ DECODE ─ last token ─▶ DONE ─ remove ─▶
+                                  └──── encoder role ──────────────────────────┘
+
+`schedule` gives every decoding sequence one row and the rest of the token budget to prefills in
+order of `begin`; `complete` books the step. Pages are held from `schedule` to `complete`, so that
+`remove` may be called at any moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ripresa.workers.cache.block_table import PagePool
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
+from ripresa.workers.request import FinishReason, GenerationRequest, WorkCounters
+from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
+from ripresa.workers.scheduling.batch import decode_row, encoder_chunk, local_chunk, tail_chunk
+from ripresa.workers.scheduling.budget import check_budget, chunk_stop, prefill_rows
+from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
+from ripresa.workers.sequence import Sequence, SequenceStatus
+
+
+class WorkerRole(StrEnum):
+    """ENCODER: prompt rows of the lower half only. DECODE: everything."""
+
+    ENCODER = "encoder"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What bounds a schedule.
+
+    Attributes:
+        window: W in tokens.
+        max_batched_tokens: rows of a step, at least 2W (see `budget.prefill_rows`).
+        max_model_len: positions of the longest sequence.
+        eos_token_id: the model's end of sentence; None for none.
+    """
+
+    window: int
+    max_batched_tokens: int
+    max_model_len: int
+    eos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step meant for one sequence.
+
+    Attributes:
+        sequence: whose rows they were.
+        step: the rows.
+        is_prefill_done: this step computed the last row of the prefill.
+        token: the token to stream; None if none was chosen or it ended the stream.
+        token_position: the position of `token`.
+        finish: why the sequence is over; None if it goes on.
+        stop_token_id: the token that ended it, for `FinishReason.STOP`.
+    """
+
+    sequence: Sequence
+    step: SequenceStep
+    is_prefill_done: bool
+    token: int | None = None
+    token_position: int | None = None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Scheduler:
+    """Continuous batching for one worker. Pure: no clock, no thread, no tensor."""
+
+    def __init__(self, role: WorkerRole, pages: PagePool, limits: SchedulerLimits) -> None:
+        check_budget(limits.max_batched_tokens, limits.window)
+        self._role = role
+        self._pages = pages
+        self._limits = limits
+        # By slot, in order of arrival in the status.
+        self._waiting: dict[int, Sequence] = {}
+        self._prefill: dict[int, Sequence] = {}
+        self._decode: dict[int, Sequence] = {}
+        self._done: dict[int, Sequence] = {}
+        self._in_flight: tuple[tuple[Sequence, SequenceStep], ...] | None = None
+        self._num_steps = 0
+        self._counters = WorkCounters()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold pages and have no row to compute yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in prefill or decode."""
+        return len(self._prefill) + len(self._decode)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def counters(self) -> WorkCounters:
+        """Rows of all steps, those of sequences that were removed meanwhile included."""
+        return self._counters
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise InvalidArgument for a request that this worker could never run."""
+        limits = self._limits
+        check_request(request, limits.window, limits.max_model_len)
+        needed = self._pages.blocks_for(self._positions(request))
+        if needed > self._pages.num_blocks:
+            raise InvalidArgument(
+                "sampling.max_tokens",
+                f"the request needs {needed} KV blocks and this worker has "
+                f"{self._pages.num_blocks}; lower max_tokens or raise engine.num_blocks",
+            )
+
+    def add(self, request: GenerationRequest, *, is_inbound: bool = False) -> Sequence:
+        """Reserve every page the request can need; it waits until `begin`.
+
+        Args:
+            is_inbound: its encoder rows come by transfer (decode role only).
+
+        Raises:
+            InvalidArgument: see `check`.
+            ResourceExhausted: the pages are not free.
+        """
+        if is_inbound and self._role is not WorkerRole.DECODE:
+            raise ValueError("an encoder worker receives no encoder output")
+        self.check(request)
+        pages = self._pages.reserve(self._positions(request))
+        sequence = Sequence(request, pages, is_inbound=is_inbound)
+        self._waiting[pages.slot] = sequence
+        return sequence
+
+    def begin(self, sequence: Sequence) -> None:
+        """What the sequence's first row depends on is there: it joins the prefill queue."""
+        sequence.move(SequenceStatus.PREFILL)
+        del self._waiting[sequence.pages.slot]
+        self._prefill[sequence.pages.slot] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, at any moment; idempotent.
+
+        Its pages are free when this returns, or when its step in flight is completed.
+        """
+        if sequence.status is SequenceStatus.REMOVED:
+            return
+        del self._queue(sequence.status)[sequence.pages.slot]
+        sequence.move(SequenceStatus.REMOVED)
+        sequence.pages.retire()
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if no sequence has a row to compute."""
+        if self._in_flight is not None:
+            raise RipresaError(ErrorCode.INTERNAL, "a step is scheduled while another one runs")
+        batch = [(sequence, decode_row(sequence)) for sequence in self._decode.values()]
+        window = self._limits.window
+        rows = prefill_rows(self._limits.max_batched_tokens, len(batch), window)
+        for sequence in self._prefill.values():
+            if rows == 0:
+                break
+            stop = chunk_stop(sequence.position, sequence.prefill_stop, rows, window)
+            if stop is not None:
+                batch.append((sequence, self._chunk(sequence, stop)))
+                rows -= stop - sequence.position
+        if not batch:
+            return None
+        for sequence, _ in batch:
+            sequence.pages.hold()
+        self._in_flight = tuple(batch)
+        self._num_steps += 1
+        return StepPlan(step=self._num_steps, sequences=tuple(step for _, step in batch))
+
+    def complete(self, sampled: Mapping[int, int]) -> tuple[Progress, ...]:
+        """Book the step in flight: advance its sequences, free those removed meanwhile.
+
+        Args:
+            sampled: the next token by slot, for every slot whose step asked for one.
+
+        Raises:
+            RipresaError: INTERNAL; a token is missing. Nothing is booked; call `abandon`.
+        """
+        batch = self._batch_in_flight()
+        asked = {step.slot for _, step in batch if step.sampling is not None}
+        if asked != set(sampled):
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"tokens were asked for slots {sorted(asked)} and came for {sorted(sampled)}",
+            )
+        self._in_flight = None
+        progress = []
+        for sequence, step in batch:
+            self._count(sequence, step)
+            if sequence.status is not SequenceStatus.REMOVED:
+                progress.append(self._advance(sequence, step, sampled.get(step.slot)))
+            sequence.pages.drop()
+        return tuple(progress)
+
+    def abandon(self) -> tuple[Sequence, ...]:
+        """The step in flight failed: its sequences, less those removed meanwhile, unchanged.
+
+        Their rows are in an unknown state, so the caller must remove them.
+        """
+        batch = self._batch_in_flight()
+        self._in_flight = None
+        for sequence, _ in batch:
+            sequence.pages.drop()
+        return tuple(s for s, _ in batch if s.status is not SequenceStatus.REMOVED)
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless queues, statuses and pages agree."""
+        self._pages.check_integrity()
+        live = 0
+        for status in (s for s in SequenceStatus if s is not SequenceStatus.REMOVED):
+            for slot, sequence in self._queue(status).items():
+                live += 1
+                if sequence.status is not status or sequence.pages.slot != slot:
+                    raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} is in a wrong queue")
+                if sequence.pages.is_retired:
+                    raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} is queued but retired")
+        owned = self._pages.num_owned_slots
+        if owned != live:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"{owned} slots are owned and {live} sequences are queued"
+            )
+
+    def _positions(self, request: GenerationRequest) -> int:
+        generates = self._role is WorkerRole.DECODE
+        return positions_to_reserve(request, self._limits.max_model_len, generates=generates)
+
+    def _queue(self, status: SequenceStatus) -> dict[int, Sequence]:
+        return {
+            SequenceStatus.WAITING: self._waiting,
+            SequenceStatus.PREFILL: self._prefill,
+            SequenceStatus.DECODE: self._decode,
+            SequenceStatus.DONE: self._done,
+        }[status]
+
+    def _batch_in_flight(self) -> tuple[tuple[Sequence, SequenceStep], ...]:
+        if self._in_flight is None:
+            raise RipresaError(ErrorCode.INTERNAL, "no step is in flight")
+        return self._in_flight
+
+    def _chunk(self, sequence: Sequence, stop: int) -> SequenceStep:
+        if self._role is WorkerRole.ENCODER:
+            return encoder_chunk(sequence, stop)
+        return tail_chunk(sequence, stop) if sequence.is_inbound else local_chunk(sequence, stop)
+
+    def _count(self, sequence: Sequence, step: SequenceStep) -> None:
+        if step.decoder_stop > sequence.prefill_stop:
+            added = WorkCounters(decoder_rows=step.num_decoder_rows)
+        else:
+            added = WorkCounters(
+                encoder_rows=step.num_encoder_rows, decoder_prefill_rows=step.num_decoder_rows
+            )
+        sequence.counters = _sum(sequence.counters, added)
+        self._counters = _sum(self._counters, added)
+
+    def _advance(self, sequence: Sequence, step: SequenceStep, token: int | None) -> Progress:
+        in_prefill = sequence.status is SequenceStatus.PREFILL
+        sequence.position = step.decoder_stop if step.inbound else step.encoder_stop
+        is_prefill_done = in_prefill and sequence.position == sequence.prefill_stop
+        if token is None:
+            if is_prefill_done:
+                self._requeue(sequence, SequenceStatus.DONE)
+            return Progress(sequence, step, is_prefill_done)
+        position = sequence.num_tokens
+        sequence.token_ids.append(token)
+        finish = self._finish(sequence, token)
+        if finish is not None:
+            self._requeue(sequence, SequenceStatus.DONE)
+        elif in_prefill:
+            self._requeue(sequence, SequenceStatus.DECODE)
+        if finish is FinishReason.STOP:
+            return Progress(sequence, step, is_prefill_done, finish=finish, stop_token_id=token)
+        return Progress(sequence, step, is_prefill_done, token, position, finish)
+
+    def _requeue(self, sequence: Sequence, status: SequenceStatus) -> None:
+        del self._queue(sequence.status)[sequence.pages.slot]
+        sequence.move(status)
+        self._queue(status)[sequence.pages.slot] = sequence
+
+    def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        is_eos = token == self._limits.eos_token_id and not sampling.ignore_eos
+        if is_eos or token in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if sequence.num_generated_tokens >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.num_tokens >= self._limits.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+
+def _sum(left: WorkCounters, right: WorkCounters) -> WorkCounters:
+    return replace(
+        left,
+        encoder_rows=left.encoder_rows + right.encoder_rows,
+        decoder_prefill_rows=left.decoder_prefill_rows + right.decoder_prefill_rows,
+        decoder_rows=left.decoder_rows + right.decoder_rows,
+    )
