@@ -6,8 +6,10 @@
     complete(checksum) ────────────────────▶ compares, then the request may decode
     fail(reason), at any moment ───────────▶ pages are released exactly once
 
-Control messages travel by `Peer`; payload bytes travel by the backend (a lane, the object store,
-or a function call in process). Every message is idempotent by (transfer id, generation).
+Control messages travel by `Peer`; payload bytes travel by a `Lane` that a `Transport` makes (a
+process group, or a hand-over in process). Every message is idempotent by (transfer id, generation).
+`outbound.py` is the sender half and `inbound.py` the receiver half; both know lanes only by the
+protocols below, so every transport runs the same code and the same contract suite.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from ripresa.workers.errors import ConfigError, Unavailable
 from ripresa.workers.replay import Recipe
 
 
@@ -87,7 +90,10 @@ class Section:
 
 
 class Sink(Protocol):
-    """What a receiving engine offers to the transfer layer. Called on the engine's event loop."""
+    """What a receiving engine offers to the transfer layer. Called on the engine's event loop.
+
+    After an `open` that returned, exactly one of `complete` and `fail` is called, once, last.
+    """
 
     def open(self, manifest: Manifest) -> None:
         """Check reservation, generation and layout; raise RipresaError to refuse."""
@@ -96,13 +102,206 @@ class Sink(Protocol):
         """Bytes that this worker's own layout derives for a section."""
 
     def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
-        """Store a verified payload (uint8 [num_bytes])."""
+        """Store a verified payload (uint8 [num_bytes], on the transport's device).
+
+        The payload is staging memory that the next section overwrites: it is valid during this call
+        only. Copy what must outlive it.
+        """
 
     def complete(self, manifest: Manifest) -> None:
         """All sections are stored and the checksum agreed; the request may go on."""
 
     def fail(self, manifest: Manifest, reason: str) -> None:
         """The transfer is over without success; the request waits for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """Limits of both halves; every wait of the transfer layer ends by one of them.
+
+    Attributes:
+        chunk_bytes: a section crosses a lane in pieces of this size.
+        chunk_timeout_s: longest wait for one chunk; a dead or hung peer costs one of these.
+        open_timeout_s: longest wait for the peer's end of a new lane.
+        control_timeout_s: longest wait for the answer to a control message.
+        idle_timeout_s: a receiver fails a transfer whose sender was silent for this long. Senders
+            that have nothing to say send `KeepAlive` three times as often.
+        max_lanes: open lanes a worker and direction; the least recently used idle one makes room.
+        max_bytes_in_flight: payload bytes that one sender has under way over all lanes; a receiver
+            stages at most one section a lane.
+    """
+
+    chunk_bytes: int = 4 * 1024 * 1024
+    chunk_timeout_s: float = 2.0
+    open_timeout_s: float = 5.0
+    control_timeout_s: float = 5.0
+    idle_timeout_s: float = 10.0
+    max_lanes: int = 16
+    max_bytes_in_flight: int = 256 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"lanes.{name}", f"must be above zero, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEndpoint:
+    """Where and under which name the two ends of a lane meet.
+
+    Attributes:
+        lane_id: "sender.incarnation-receiver#generation", unique for ever: a lane that lost sync is
+            never used again, its successor has the next generation.
+        sender: worker id of the sending end.
+        transport: name of the transport; both ends must use the same.
+        chunk_bytes: chunk size that both ends use.
+        address: host and port of the sender's store; None in process.
+    """
+
+    lane_id: str
+    sender: str
+    transport: str
+    chunk_bytes: int
+    address: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Asks the receiver to accept a transfer; answered by `Accept`."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLane:
+    """Asks the receiver to open its end; answered once the receiver has begun to."""
+
+    endpoint: LaneEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLane:
+    """The sender's end is closed, whatever the reason."""
+
+    lane_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSection:
+    """One section comes over a lane now; answered when its payload is verified and stored.
+
+    Attributes:
+        checksum: `checksum.payload_checksum` of the payload.
+    """
+
+    transfer_id: str
+    generation: int
+    lane_id: str
+    section: Section
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Everything was sent.
+
+    Attributes:
+        checksum: `checksum.transfer_checksum` of all sections' checksums, in order.
+    """
+
+    transfer_id: str
+    generation: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Nothing more comes."""
+
+    transfer_id: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """The sender lives and is still computing."""
+
+    transfer_id: str
+    generation: int
+
+
+ControlMessage = Offer | OpenLane | CloseLane | SendSection | Complete | Fail | KeepAlive
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The receiver holds all that the transfer needs.
+
+    Attributes:
+        idle_timeout_s: the receiver fails the transfer when it hears nothing for this long.
+    """
+
+    transfer_id: str
+    generation: int
+    idle_timeout_s: float
+
+
+class Peer(Protocol):
+    """The control way to one receiver: a Ray handle in production, the receiver itself in process.
+
+    `deliver` may be called again with an equal message after a lost answer: every message is
+    idempotent. A refusal raises the receiver's RipresaError; any other exception means that the
+    peer cannot be reached. Cancelling the call need not cancel the work at the receiver.
+    """
+
+    async def deliver(self, message: ControlMessage) -> Accept | None:
+        """Hand over one message; `Offer` is answered by an `Accept`, the others by None."""
+
+
+class LaneNotOpen(Unavailable):
+    """The receiver closed this lane or never had it; nothing was read, a new lane will do."""
+
+
+class Lane(Protocol):
+    """One end of a one-way byte path between two workers. Used on one event loop.
+
+    Carries one section at a time, in order. After any failure, and after the cancellation of any
+    of its calls, it is lost for good. Failures raise Unavailable.
+    """
+
+    async def open(self) -> None:
+        """Meet the other end; at most `open_timeout_s`."""
+
+    async def send(self, payload: torch.Tensor) -> None:
+        """Move a payload (uint8 [num_bytes], contiguous) to the other end."""
+
+    async def receive(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        """The next payload (uint8 [num_bytes], valid until the next call) and its checksum."""
+
+    def discard(self, reason: str) -> None:
+        """Give the lane up: running calls raise at once. Never blocks, idempotent."""
+
+    async def wait_closed(self) -> None:
+        """After `discard`: returns when threads and sockets are gone; at most one timeout later."""
+
+
+class Transport(Protocol):
+    """Makes the ends of lanes for one worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    def endpoint(self, lane_id: str, sender: str, chunk_bytes: int) -> LaneEndpoint:
+        """The meeting point of a new lane of which this worker is the sending end."""
+
+    def sending_end(self, endpoint: LaneEndpoint) -> Lane: ...
+
+    def receiving_end(self, endpoint: LaneEndpoint) -> Lane: ...
+
+    def close(self) -> None:
+        """Release what the lanes shared; call when every lane is closed. Idempotent."""
 
 
 class OutboundTransfer(Protocol):
@@ -115,7 +314,10 @@ class OutboundTransfer(Protocol):
     def num_bytes_sent(self) -> int: ...
 
     async def send(self, section: Section, payload: torch.Tensor) -> None:
-        """Deliver one section (uint8 [num_bytes], CPU or the lane's device)."""
+        """Deliver one section (uint8 [num_bytes], CPU or the lane's device).
+
+        The payload must stay unchanged until this returns. A cancelled call ends the transfer.
+        """
 
     async def complete(self) -> None:
         """Send the checksum of all payload bytes and wait for the receiver's agreement."""

@@ -1,0 +1,37 @@
+"""Did every payload byte arrive? Checksums of one section and of a whole transfer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+
+def host_bytes(payload: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 tensor; a tensor on a device is copied to the host first."""
+    return payload.detach().cpu().numpy().data
+
+
+def payload_checksum(payload: torch.Tensor) -> int:
+    """xxh3_64 of a payload (uint8 [num_bytes], contiguous)."""
+    return xxhash.xxh3_64_intdigest(host_bytes(payload))
+
+
+class RunningChecksum:
+    """`payload_checksum` of a payload that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, piece: torch.Tensor) -> None:
+        self._state.update(host_bytes(piece))
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
+def transfer_checksum(section_checksums: Sequence[int]) -> int:
+    """xxh3_64 of the sections' checksums, each as 8 bytes little-endian, in order."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(section_checksums)}Q", *section_checksums))

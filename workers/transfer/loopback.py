@@ -1,0 +1,137 @@
+"""How do bytes move between two workers in one process? By handing the tensor over.
+
+The engine of a single process uses it, and every test that needs no second process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import torch
+
+from ripresa.workers.errors import Unavailable
+from ripresa.workers.transfer.base import Lane, LaneConfig, LaneEndpoint
+from ripresa.workers.transfer.checksum import payload_checksum
+
+T = TypeVar("T")
+
+
+class _Wire:
+    """What the two ends of one lane share."""
+
+    def __init__(self) -> None:
+        self.num_ends = 0
+        self.both_here = asyncio.Event()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.payloads: asyncio.Queue[tuple[torch.Tensor, asyncio.Future[None]]] = asyncio.Queue()
+
+
+class LoopbackTransport:
+    """Makes both ends of every lane of one process; give the same object to both sides.
+
+    Args:
+        config: timeouts.
+    """
+
+    def __init__(self, config: LaneConfig | None = None) -> None:
+        self._config = config or LaneConfig()
+        self._wires: dict[str, _Wire] = {}
+
+    @property
+    def name(self) -> str:
+        return "loopback"
+
+    @property
+    def num_wires(self) -> int:
+        """Lanes of which an end is still there."""
+        return len(self._wires)
+
+    def endpoint(self, lane_id: str, sender: str, chunk_bytes: int) -> LaneEndpoint:
+        return LaneEndpoint(lane_id, sender, self.name, chunk_bytes)
+
+    def sending_end(self, endpoint: LaneEndpoint) -> Lane:
+        return self._end(endpoint)
+
+    def receiving_end(self, endpoint: LaneEndpoint) -> Lane:
+        return self._end(endpoint)
+
+    def close(self) -> None:
+        """Nothing is shared beyond the lanes, which close by themselves."""
+
+    def _end(self, endpoint: LaneEndpoint) -> Lane:
+        if endpoint.transport != self.name:
+            raise Unavailable(
+                f"lane {endpoint.lane_id} uses {endpoint.transport}, this worker {self.name}; "
+                "configure the same transport on both"
+            )
+        wire = self._wires.setdefault(endpoint.lane_id, _Wire())
+        wire.num_ends += 1
+        if wire.num_ends == 2:
+            wire.both_here.set()
+        return LoopbackLane(endpoint.lane_id, wire, self._config, self._wires)
+
+
+class LoopbackLane:
+    """One end of a lane; see `Lane` for the contract. A lost end is felt at the other at once."""
+
+    def __init__(
+        self, lane_id: str, wire: _Wire, config: LaneConfig, wires: dict[str, _Wire]
+    ) -> None:
+        self._lane_id = lane_id
+        self._wire = wire
+        self._config = config
+        self._wires = wires
+        self._discarded = False
+
+    async def open(self) -> None:
+        await self._or_lost(self._wire.both_here.wait(), self._config.open_timeout_s)
+
+    async def send(self, payload: torch.Tensor) -> None:
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wire.payloads.put_nowait((payload, taken))
+        await self._or_lost(taken, self._config.chunk_timeout_s)
+
+    async def receive(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        arrival = self._wire.payloads.get()
+        payload, taken = await self._or_lost(arrival, self._config.chunk_timeout_s)
+        if payload.numel() != num_bytes:
+            self.discard("sizes differ")
+            raise Unavailable(f"lane {self._lane_id}: {payload.numel()} bytes, not {num_bytes}")
+        taken.set_result(None)
+        return payload, payload_checksum(payload)
+
+    def discard(self, reason: str) -> None:
+        if self._discarded:
+            return
+        self._discarded = True
+        if not self._wire.lost.done():
+            self._wire.lost.set_result(reason)
+        self._wires.pop(self._lane_id, None)
+
+    async def wait_closed(self) -> None:
+        """Nothing runs in the background."""
+
+    async def _or_lost(self, awaitable: Awaitable[T], timeout_s: float) -> T:
+        task = asyncio.ensure_future(awaitable)
+        either: set[asyncio.Future[Any]] = {task, self._wire.lost}
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._wire.lost.done():
+                raise Unavailable(f"lane {self._lane_id} was lost: {self._wire.lost.result()}")
+            if not task.done():
+                raise Unavailable(f"lane {self._lane_id}: nothing moved for {timeout_s:g} s")
+            return task.result()
+        except BaseException:
+            self.discard("a call on the other end ended early")
+            raise
+        finally:
+            task.cancel()
+
+
+def loopback_transport(
+    host: str, device: torch.device | None = None, config: LaneConfig | None = None
+) -> LoopbackTransport:
+    """Lanes inside this process; it has no address and moves tensors of any device."""
+    return LoopbackTransport(config)
