@@ -1,0 +1,51 @@
+"""Is every request that no worker can run refused, with the field at fault?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hash_machine import WINDOW
+from hash_requests import make_request
+
+from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.replay import PlanKind, TailVariant
+from ripresa.workers.request import GenerationRequest
+from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
+
+GOOD = make_request(20, max_tokens=4)
+RECIPE = GOOD.recipe
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (replace(GOOD, token_ids=(), num_prompt_tokens=0), "token_ids"),
+        (replace(GOOD, num_prompt_tokens=0), "num_prompt_tokens"),
+        (replace(GOOD, num_prompt_tokens=21), "num_prompt_tokens"),
+        (make_request(64), "token_ids"),
+        (make_request(20, max_tokens=0), "sampling.max_tokens"),
+        (make_request(20, max_tokens=2, streamed=(5, 6)), "sampling.max_tokens"),
+        (replace(GOOD, recipe=replace(RECIPE, tail=TailVariant.EXACT)), "recipe.tail"),
+        (replace(GOOD, recipe=replace(RECIPE, kind=PlanKind.BOUNDED)), "recipe.kind"),
+        (replace(GOOD, recipe=replace(RECIPE, start=8)), "recipe.kind"),
+        (replace(GOOD, recipe=replace(RECIPE, decoder_start=11)), "recipe.decoder_start"),
+        (replace(GOOD, recipe=replace(RECIPE, rules_version="0")), "recipe.rules_version"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field(request_: GenerationRequest, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request_, WINDOW, 64)
+    assert caught.value.field == field
+
+
+def test_good_requests_pass() -> None:
+    check_request(GOOD, WINDOW, 64)
+    check_request(make_request(20, max_tokens=3, streamed=(5, 6)), WINDOW, 64)
+    check_request(make_request(63, max_tokens=1), WINDOW, 64)
+
+
+def test_positions_end_with_the_context() -> None:
+    assert positions_to_reserve(GOOD, 64, generates=True) == 24
+    assert positions_to_reserve(GOOD, 22, generates=True) == 22
+    assert positions_to_reserve(GOOD, 64, generates=False) == 20
