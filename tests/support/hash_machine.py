@@ -76,6 +76,11 @@ class HashMachine:
         self._running: frozenset[int] = frozenset()
         self._lock = threading.Lock()
 
+    @property
+    def num_live_slots(self) -> int:
+        """Slots of which something is stored."""
+        return len(self._slots)
+
     def execute(
         self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
     ) -> StepOutput:
