@@ -1,0 +1,287 @@
+"""Which settings does a cluster have? One tree, frozen, the same on a laptop and in Kubernetes.
+
+A component gets its node, not the tree. The model's geometry is no setting: it comes from the
+checkpoint's `config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ripresa.workers.demo
+from ripresa.cluster.config_tree import build, override, read_yaml, setting
+from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.config import TransferConfig as EngineTransferConfig
+from ripresa.workers.errors import ConfigError
+from ripresa.workers.replay import TailVariant
+
+if TYPE_CHECKING:
+    from ripresa.workers.transfer.base import LaneConfig
+
+DEMO_MODEL = Path(ripresa.workers.demo.__file__).parent
+"""The bundled model's configuration and tokenizer; its weights are made on first use."""
+
+MAX_TEMP_DIR_CHARS = 40
+"""Ray puts Unix sockets about 65 characters below it, and their paths end at 107."""
+
+
+class TransferBackend(StrEnum):
+    """What carries state between workers. AUTO: nccl where both ends are on GPUs, else gloo."""
+
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model is served.
+
+    Attributes:
+        name: what clients call it.
+        path: the checkpoint's folder (`config.json`, `tokenizer.json`, safetensors); null serves
+            the bundled demo model.
+    """
+
+    name: str = "deepseek-v4.1-demo"
+    path: str | None = None
+
+    @property
+    def config_file(self) -> Path:
+        """The `config.json` that the model's geometry comes from."""
+        folder = DEMO_MODEL if self.path is None else Path(self.path)
+        return folder / "config.json"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        folder = DEMO_MODEL if self.path is None else Path(self.path)
+        return folder / "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSettings:
+    """The encoder workers: lower layers only, prefill only.
+
+    Attributes:
+        replicas: how many; 0 lets the decode workers prefill by themselves.
+        max_batched_tokens: rows of one step.
+        max_num_seqs: prompts that hold pages at once.
+        num_blocks: KV blocks of each worker's pool.
+    """
+
+    replicas: int = setting(0, at_least=0)
+    max_batched_tokens: int = setting(512, at_least=1)
+    max_num_seqs: int = setting(64, at_least=1)
+    num_blocks: int = setting(1024, at_least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """The decode workers: all layers.
+
+    Attributes:
+        replicas: how many.
+        max_batched_tokens: rows of one step: decode rows, tails and prompt chunks together.
+        max_num_seqs: requests that hold pages at once.
+        num_blocks: KV blocks of each worker's pool.
+    """
+
+    replicas: int = setting(1, at_least=1)
+    max_batched_tokens: int = setting(512, at_least=1)
+    max_num_seqs: int = setting(64, at_least=1)
+    num_blocks: int = setting(1024, at_least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The gateways: what clients connect to.
+
+    Attributes:
+        replicas: how many.
+        grpc_host, grpc_port: where gRPC is served; port 0 takes a free one.
+        http_host, http_port: where HTTP is served.
+        max_message_bytes: largest gRPC request.
+        max_running: most requests at once in one gateway; one more is refused.
+        drain_grace_s: how long a stopping gateway lets its streams go on, in seconds.
+    """
+
+    replicas: int = setting(1, at_least=1)
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = setting(9000, at_least=0, at_most=65535)
+    http_host: str = "127.0.0.1"
+    http_port: int = setting(8000, at_least=0, at_most=65535)
+    max_message_bytes: int = setting(4 << 20, at_least=1 << 10, at_most=1 << 30)
+    max_running: int = setting(1024, at_least=1)
+    drain_grace_s: float = setting(60.0, at_least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How state travels between workers.
+
+    Attributes:
+        backend: what carries it.
+        chunk_bytes: a section crosses a lane in pieces of this size.
+        chunk_timeout_s: longest wait for one piece, in seconds; a dead peer costs one of these.
+        max_lanes: open lanes a worker and direction.
+        max_section_blocks: most KV blocks that an encoder worker sends in one section.
+        hand_over_timeout_s: how long a decode worker keeps the pages of a request whose state
+            does not arrive, in seconds.
+    """
+
+    backend: TransferBackend = TransferBackend.AUTO
+    chunk_bytes: int = setting(4 << 20, at_least=64 << 10, at_most=64 << 20)
+    chunk_timeout_s: float = setting(2.0, at_least=0.1, at_most=60)
+    max_lanes: int = setting(16, at_least=1)
+    max_section_blocks: int = setting(16, at_least=1)
+    hand_over_timeout_s: float = setting(60.0, at_least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """The Ray cluster below.
+
+    Attributes:
+        address: an existing cluster to join (`auto` finds a local one); null starts a local one.
+        temp_dir: where Ray keeps sockets and logs, absolute and short; null for Ray's default.
+        num_cpus: CPUs that a started cluster offers; null counts the machine's.
+        object_store_memory: bytes of shared memory of a started cluster.
+        dashboard: whether a started cluster has Ray's dashboard.
+        dashboard_port: where.
+        metrics_export_port: where a started cluster exports Ray's own metrics; null picks one.
+    """
+
+    address: str | None = None
+    temp_dir: str | None = None
+    num_cpus: int | None = setting(None, at_least=1)
+    object_store_memory: int = setting(200 << 20, at_least=80 << 20)
+    dashboard: bool = False
+    dashboard_port: int = setting(8265, at_least=1, at_most=65535)
+    metrics_export_port: int | None = setting(None, at_least=1, at_most=65535)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The whole tree.
+
+    Attributes:
+        numerics: `deterministic` gives a stream the same tokens whatever runs beside it, and
+            costs speed; `fast` does not pad.
+        default_tail: tail variant of requests that name none.
+        torch_threads: threads of torch in each worker process.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    encoders: EncoderSettings = field(default_factory=EncoderSettings)
+    decoders: DecoderSettings = field(default_factory=DecoderSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
+    numerics: Numerics = Numerics.FAST
+    default_tail: TailVariant = TailVariant.FLOORED
+    torch_threads: int = setting(1, at_least=1)
+
+    def __post_init__(self) -> None:
+        if not self.model.name.strip():
+            raise ConfigError("model.name", "must not be empty")
+        if self.default_tail is TailVariant.EXACT:
+            raise ConfigError("default_tail", "`exact` is not available yet")
+        if self.transfer.backend is TransferBackend.LOOPBACK and self.encoders.replicas > 0:
+            raise ConfigError(
+                "transfer.backend",
+                "loopback stays within one process and workers have their own; use auto or gloo",
+            )
+        gateway = self.gateway
+        if gateway.grpc_port == gateway.http_port != 0:
+            raise ConfigError(
+                "gateway.http_port", f"{gateway.http_port} is already gateway.grpc_port"
+            )
+        if gateway.replicas > 1 and gateway.grpc_port == 0:
+            raise ConfigError("gateway.grpc_port", "several gateways need a port that is not 0")
+        if self.ray.temp_dir is not None:
+            _check_temp_dir(self.ray.temp_dir)
+
+    def encoder_engine(self) -> EngineConfig:
+        """What each encoder worker's engine gets."""
+        return self._engine(self.encoders)
+
+    def decoder_engine(self) -> EngineConfig:
+        """What each decode worker's engine gets."""
+        return self._engine(self.decoders)
+
+    def lanes(self) -> LaneConfig:
+        """What each worker's transfer lanes get."""
+        from ripresa.workers.transfer.base import LaneConfig  # loads torch: not for `--help`
+
+        transfer = self.transfer
+        return LaneConfig(
+            chunk_bytes=transfer.chunk_bytes,
+            chunk_timeout_s=transfer.chunk_timeout_s,
+            max_lanes=transfer.max_lanes,
+        )
+
+    def _engine(self, workers: EncoderSettings | DecoderSettings) -> EngineConfig:
+        return EngineConfig(
+            max_batched_tokens=workers.max_batched_tokens,
+            max_num_seqs=workers.max_num_seqs,
+            num_blocks=workers.num_blocks,
+            default_tail=self.default_tail,
+            numerics=self.numerics,
+            transfer=EngineTransferConfig(
+                max_section_blocks=self.transfer.max_section_blocks,
+                hand_over_timeout_s=self.transfer.hand_over_timeout_s,
+            ),
+        )
+
+
+def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
+    """Read a configuration file (None: all defaults) and apply `a.b=value` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is wrong; `field` is its dotted name.
+    """
+    document = {}
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(str(path), f"cannot be read: {reason}") from error
+        document = read_yaml(text, str(path))
+    return build(ClusterConfig, override(document, assignments))
+
+
+def check_against_model(config: ClusterConfig, window: int) -> None:
+    """Refuse settings that the model's geometry makes useless.
+
+    Args:
+        window: sliding window and block size in tokens.
+
+    Raises:
+        ConfigError: a budget below two windows.
+    """
+    pools = {"decoders": config.decoders.max_batched_tokens}
+    if config.encoders.replicas > 0:
+        pools["encoders"] = config.encoders.max_batched_tokens
+    for name, budget in pools.items():
+        if budget < 2 * window:
+            raise ConfigError(
+                f"{name}.max_batched_tokens",
+                f"must be at least two windows of this model, {2 * window}, is {budget}",
+            )
+
+
+def _check_temp_dir(temp_dir: str) -> None:
+    if not Path(temp_dir).is_absolute():
+        raise ConfigError("ray.temp_dir", f"must be an absolute path, is {temp_dir!r}")
+    if len(temp_dir) > MAX_TEMP_DIR_CHARS:
+        raise ConfigError(
+            "ray.temp_dir",
+            f"must have at most {MAX_TEMP_DIR_CHARS} characters, has {len(temp_dir)}: "
+            "Unix sockets are made below it and their paths are limited",
+        )

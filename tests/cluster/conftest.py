@@ -1,0 +1,48 @@
+"""A tiny tokenizer and the model that a gateway says it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as TokenizerModel
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import ServedModel
+
+SPECIALS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>")
+CORPUS = ("the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 ok?", "0 1 2 3 4")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = TokenizerModel(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(CORPUS, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    model.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_path: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_path)
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name="tiny",
+        max_model_len=64,
+        vocab_size=tokenizer.num_ids,
+        eos_token_id=1,
+        weights_digest="ab12",
+    )

@@ -1,0 +1,203 @@
+"""Does the command line teach, check, ask and fail as it says?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from in_process_router import InProcessRouter
+
+from ripresa.cluster.cli import FAILED, MISUSED, cli
+from ripresa.cluster.gateway.grpc_server import GrpcServer
+from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import ServedModel
+from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.workers.errors import Unavailable
+
+
+def ripresa(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, arguments, input=stdin)
+
+
+VERBS = ["", "demo", "serve", "check", "check config", "generate", "verify", "verify golden"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches(verb: str) -> None:
+    result = ripresa(*verb.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    if verb not in ("check", "verify"):
+        assert f"  ripresa {verb}".rstrip() in result.output  # an example to copy
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, click.testing, ripresa.cluster.cli as c;"
+        "click.testing.CliRunner().invoke(c.cli, ['generate', '--help']);"
+        "print([m for m in ('torch', 'ray', 'grpc', 'fastapi', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_check_config_prints_every_setting(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("encoders: {replicas: 2}")
+    result = ripresa("check", "config", str(path), "--set", "gateway.grpc_port=9100")
+    assert result.exit_code == 0
+    settings = yaml.safe_load(result.stdout)
+    assert settings["encoders"]["replicas"] == 2
+    assert settings["gateway"]["grpc_port"] == 9100
+    assert settings["numerics"] == "fast"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("encoders: {replcas: 2}", "encoders.replcas: is no setting; did you mean `replicas`?"),
+        ("decoders: {max_batched_tokens: 255}", "decoders.max_batched_tokens: must be at least"),
+        ("model: {path: /nowhere}", "model.path: /nowhere/config.json does not exist"),
+    ],
+)
+def test_check_config_names_what_is_wrong(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    result = ripresa("check", "config", str(path))
+    assert result.exit_code == MISUSED
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["serve", "demo"])
+@pytest.mark.parametrize("port", ["gateway.grpc_port", "gateway.http_port"])
+def test_a_taken_port_is_told_before_anything_starts(verb: str, port: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        others = {"gateway.grpc_port=0", "gateway.http_port=0"} - {f"{port}=0"}
+        result = ripresa(verb, "--set", f"{port}={number}", "--set", others.pop())
+    assert result.exit_code == MISUSED
+    assert f"{port}: cannot listen on 127.0.0.1:{number}: Address already in use" in result.stderr
+
+
+def test_verify_golden_fails_on_a_folder_that_is_none(tmp_path: Path) -> None:
+    assert ripresa("verify", "golden", str(tmp_path)).exit_code == FAILED
+    assert ripresa("verify", "golden").exit_code == MISUSED
+
+
+@dataclass
+class Gateway:
+    """A gateway on a thread of its own, for a blocking client."""
+
+    address: str
+    router: InProcessRouter
+
+
+@pytest.fixture
+def gateway(model: ServedModel, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    started: Future[Gateway] = Future()
+    over = threading.Event()
+
+    async def serve() -> None:
+        router = InProcessRouter()
+        service = InferenceService(router, model, tokenizer, GatewayMetrics())
+        server = GrpcServer(service, host="127.0.0.1", port=0, drain_notice_s=0)
+        await server.start()
+        started.set_result(Gateway(f"127.0.0.1:{server.port}", router))
+        await asyncio.to_thread(over.wait)
+        await server.stop(0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    yield started.result(30)
+    over.set()
+    thread.join()
+
+
+def test_generate_streams_text(gateway: Gateway, tokenizer: Tokenizer) -> None:
+    gateway.router.script = tuple(tokenizer.encode("日本 ok "))
+    count = str(len(gateway.router.script))
+    result = ripresa(
+        *("generate", "--address", gateway.address, "--prompt", "hi"),
+        *("--max-tokens", count, "--seed", "7", "--temperature", "0", "--tail", "full"),
+    )
+    assert result.exit_code == 0
+    assert result.stdout == "日本 ok \n"
+    assert f"answer {count} tokens (length)" in result.stderr
+    assert "seed 7, worker decode-0" in result.stderr
+    (prompt,) = gateway.router.seen
+    assert prompt.tail == "full"
+    assert prompt.sampling.temperature == 0
+
+
+def test_generate_prints_json_events(gateway: Gateway) -> None:
+    result = ripresa(
+        *("generate", "--address", gateway.address, "--token-ids", "0,40,9", "--json"),
+        *("--max-tokens", "2", "--stop-token-id", "41", "--ignore-eos"),
+    )
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["began", "piece", "piece", "ended"]
+    assert [event["token_ids"] for event in events[1:3]] == [[40], [41]]
+    assert events[-1]["reason"] == "stop"
+    assert gateway.router.seen[0].token_ids == (0, 40, 9)
+
+
+def test_generate_reads_stdin(gateway: Gateway, tokenizer: Tokenizer) -> None:
+    arguments = ("generate", "--address", gateway.address, "--max-tokens", "1")
+    assert ripresa(*arguments, "--prompt-file", "-", stdin="héllo\n").exit_code == 0
+    assert tokenizer.decode(gateway.router.seen[0].token_ids) == "héllo\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        ((), None, "give one of --prompt"),
+        (("--prompt", "a", "--token-ids", "1"), None, "give one of --prompt"),
+        (("--token-ids", "1,x"), None, "--token-ids: must be numbers"),
+        (("--token-ids", "1,-2"), None, "prompt: cannot be sent"),
+        (("--prompt-file", "-"), b"ab\xff", "--prompt-file: is not UTF-8: byte 2"),
+        (("--prompt", ""), None, "text: the prompt is empty"),
+        (("--prompt", "a", "--temperature", "-1"), None, "sampling.temperature: must be"),
+        (("--prompt", "a", "--model", "x"), None, "model 'x' is not served here"),
+        (("--token-ids", "99999"), None, "token_ids.ids[0]: token id 99999"),
+    ],
+)
+def test_generate_refuses(
+    gateway: Gateway, arguments: tuple[str, ...], stdin: bytes | None, words: str
+) -> None:
+    result = ripresa("generate", "--address", gateway.address, *arguments, stdin=stdin)
+    assert result.exit_code == MISUSED
+    assert words in result.stderr
+    assert gateway.router.seen == []
+
+
+def test_generate_tells_a_failure(gateway: Gateway) -> None:
+    gateway.router.failure = Unavailable("the decode worker died")
+    result = ripresa("generate", "--address", gateway.address, "--prompt", "a")
+    assert result.exit_code == FAILED
+    assert result.stderr.endswith("Error: the decode worker died\n")
+
+
+def test_generate_without_a_gateway() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        result = ripresa(
+            "generate", "--address", address, "--prompt", "a", "--connect-timeout", "0.2"
+        )
+    assert result.exit_code == FAILED
+    assert f"no gateway answers at {address}; start one with `ripresa serve`" in result.stderr

@@ -1,0 +1,85 @@
+"""What stands behind a gateway in its tests? A small real router that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.replay import cold_recipe
+from ripresa.workers.request import Finished, FinishReason, Tokens, WorkCounters
+
+
+@dataclass
+class InProcessRouter:
+    """Answers from a script: token k of the answer is `script[k % len(script)]`.
+
+    Attributes:
+        script: the ids that are repeated until `max_tokens`, a stop id or the end of sentence.
+        batch: tokens an event.
+        hold: while it is clear, a stream waits before each event after the first token.
+        failure: raised once one token was streamed.
+        seen: prompts that arrived; open: requests that are not closed yet.
+    """
+
+    script: tuple[int, ...] = (40, 41, 42, 43)
+    batch: int = 1
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+    is_ready: bool = True
+    encoder_id: str | None = "encoder-0"
+    seen: list[PromptRequest] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    aborted: set[str] = field(default_factory=set)
+    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+        self.all_closed.set()
+
+    async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        self.seen.append(prompt)
+        self.open.add(prompt.request_id)
+        self.all_closed.clear()
+        try:
+            async for event in self._events(prompt):
+                yield event
+        finally:
+            self.open.discard(prompt.request_id)
+            if not self.open:
+                self.all_closed.set()
+
+    async def _events(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        num_prompt, sampling = len(prompt.token_ids), prompt.sampling
+        recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed)
+        yield Placed("decode-0", self.encoder_id, recipe, "the only one")
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})
+        done, stop = 0, None
+        while done < sampling.max_tokens and stop is None:
+            size = min(self.batch, sampling.max_tokens - done)
+            ids = tuple(self.script[(done + k) % len(self.script)] for k in range(size))
+            for place, token_id in enumerate(ids):
+                if token_id in stops:
+                    ids, stop = ids[: place + 1], token_id
+                    break
+            yield Tokens(num_prompt + done, ids)
+            done += len(ids)
+            if self.failure is not None:
+                raise self.failure
+            await self.hold.wait()
+            if prompt.request_id in self.aborted:
+                raise RipresaError(ErrorCode.CANCELLED, "the request was aborted")
+        reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+        yield Finished(reason, stop, done, WorkCounters(4 * num_prompt, 4, 4 * done, 1000))
+
+    async def abort(self, request_id: str) -> bool:
+        if request_id not in self.open:
+            return False
+        self.aborted.add(request_id)
+        self.hold.set()
+        return True
+
+    async def ready(self) -> bool:
+        return self.is_ready
