@@ -7,7 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-PROMETHEUS := .ripresa/prometheus/usr/bin/prometheus
+DEBIAN := .ripresa/debian
+PROMETHEUS := $(DEBIAN)/usr/bin/prometheus
+KUBECTL := $(DEBIAN)/usr/bin/kubectl
 
 PYTEST := $(BIN)/python -m pytest
 # Every test is in exactly one of three tiers.
@@ -22,7 +24,7 @@ COMPILE := env -u TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-ci test-long lint bench lock prometheus clean
+.PHONY: help demo serve test test-ci test-long lint bench lock prometheus kubectl clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +43,7 @@ test: $(INSTALLED)  ## Fast tests: no cluster, no compile sweeps (under 15 minut
 test-ci: $(INSTALLED)  ## Tests that start clusters or take long histories (under 40 minutes).
 	$(COMPILE) $(PYTEST) -m "$(CI)" $(WITHOUT_KERNELS)
 
-test-long: $(INSTALLED) $(PROMETHEUS)  ## Tests that need minutes or a running Prometheus.
+test-long: $(INSTALLED) $(PROMETHEUS) $(KUBECTL)  ## Tests that need minutes or Debian packages.
 	$(COMPILE) $(PYTEST) -m "$(LONG)" $(WITHOUT_KERNELS)
 
 lint: $(INSTALLED)  ## Style, formatting, types and import contracts.
@@ -54,6 +56,8 @@ bench: $(INSTALLED)  ## Run every script of tests/bench, each printing its numbe
 	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 prometheus: $(PROMETHEUS)  ## Unpack Debian's prometheus and promtool into .ripresa.
+
+kubectl: $(KUBECTL)  ## Unpack Debian's kubectl into .ripresa.
 
 clean:  ## Remove everything that these targets made, .venv included.
 	rm -rf $(VENV) .ripresa dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -77,14 +81,18 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@rm $(INSTALLING)
 	@touch $@
 
-$(PROMETHEUS):
+# Unpacked, not installed: no root is needed and nothing is started.
+$(PROMETHEUS): PACKAGE := prometheus
+$(KUBECTL): PACKAGE := kubernetes-client
+$(PROMETHEUS) $(KUBECTL):
 	@command -v apt-get >/dev/null || { \
-	  echo 'the long tests take prometheus from Debian packages: run them on Debian or Ubuntu,' \
-	    'or put prometheus and promtool into $(dir $@)' >&2; exit 1; }
-	@mkdir -p .ripresa/prometheus
-	cd .ripresa/prometheus && { apt-get download prometheus || { \
-	  apt-get update && apt-get download prometheus; }; }
-	dpkg -x .ripresa/prometheus/prometheus_*.deb .ripresa/prometheus
+	  echo 'the long tests take $(@F) from a Debian package: run them on Debian or Ubuntu,' \
+	    'or install $(@F) yourself and put it into $(@D)' >&2; exit 1; }
+	@mkdir -p $(DEBIAN)
+	@rm -f $(DEBIAN)/$(PACKAGE)_*.deb
+	cd $(DEBIAN) && { apt-get download $(PACKAGE) || { \
+	  apt-get update && apt-get download $(PACKAGE); }; }
+	dpkg -x $(DEBIAN)/$(PACKAGE)_*.deb $(DEBIAN)
 	@touch $@
 
 # Resolves pyproject.toml afresh; keep the triton line by hand, see the lock's first lines.
