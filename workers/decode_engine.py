@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.config import EngineConfig
-from ripresa.workers.engine import EngineCore, EngineStats, Job
+from ripresa.workers.engine import EngineCore, EngineStats
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
+from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import (

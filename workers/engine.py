@@ -16,17 +16,17 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
-from ripresa.workers.models.base import EncoderOutput, ModelRunner, StepOutput
+from ripresa.workers.job import Job, Listener
+from ripresa.workers.models.base import ModelRunner, StepOutput
 from ripresa.workers.request import GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
-from ripresa.workers.sequence import Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -55,58 +55,6 @@ class EngineStats:
     counters: WorkCounters
     num_encoder_rows: int
     num_decoder_rows: int
-
-
-class Listener(Protocol):
-    """A request's owner. Called on the event loop, between steps; must not raise."""
-
-    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
-        """A step computed rows of the request; `encoder_output` is what was to leave it."""
-
-    def on_failed(self, error: RipresaError) -> None:
-        """The request is over; called at most once, and never after its last progress."""
-
-    def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
-        """Handed-over encoder output of rows [start, stop)."""
-
-
-class Job:
-    """One admitted request inside an engine.
-
-    Attributes:
-        sequence: its rows and pages.
-        listener: who hears of it.
-        released: set once its pages are free.
-        error: why it failed, if it did.
-        patience_until: engine clock in seconds until which a WAITING request may wait; None for
-            as long as its deadline allows.
-    """
-
-    __slots__ = ("error", "listener", "patience_until", "released", "sequence")
-
-    def __init__(self, sequence: Sequence, listener: Listener) -> None:
-        self.sequence = sequence
-        self.listener = listener
-        self.released = asyncio.Event()
-        self.error: RipresaError | None = None
-        self.patience_until: float | None = None
-
-    @property
-    def request(self) -> GenerationRequest:
-        return self.sequence.request
-
-    @property
-    def is_over(self) -> bool:
-        return self.sequence.status is SequenceStatus.REMOVED
-
-    @property
-    def due(self) -> float | None:
-        """The earliest moment at which the request must be failed."""
-        if self.sequence.status is not SequenceStatus.WAITING or self.patience_until is None:
-            return self.request.deadline
-        if self.request.deadline is None:
-            return self.patience_until
-        return min(self.request.deadline, self.patience_until)
 
 
 class EngineCore:
@@ -156,7 +104,7 @@ class EngineCore:
         self._by_id: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._refusal: RipresaError | None = Unavailable("the engine was not started")
+        self._refusal: str | None = "the engine was not started"
         self._num_encoder_rows = 0
         self._num_decoder_rows = 0
         self._transfer_bytes = 0
@@ -170,7 +118,7 @@ class EngineCore:
 
     async def stop(self) -> None:
         """Fail every request with UNAVAILABLE, wait for the running step, free everything."""
-        self._break(Unavailable("the worker is stopping; retry on another one"))
+        self._break("the worker is stopping; retry on another one")
         if self._task is not None:
             await self._task
         for job in tuple(self._by_slot.values()):
@@ -189,7 +137,7 @@ class EngineCore:
         """
         while True:
             if self._refusal is not None:
-                raise self._refusal
+                raise Unavailable(self._refusal)
             self._scheduler.check(request)
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise _deadline_exceeded()
@@ -306,7 +254,7 @@ class EngineCore:
                     await self._step(plan)
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
-            self._break(Unavailable(f"the engine failed ({error}); restart the worker"))
+            self._break(f"the engine failed ({error}); restart the worker")
 
     async def _sleep(self) -> None:
         """Until something can be computed or the next request is due."""
@@ -348,15 +296,13 @@ class EngineCore:
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         if isinstance(error, Unavailable):
             self._scheduler.abandon()
-            self._break(error)
+            self._break(error.message)
             return
-        failure = RipresaError(
-            ErrorCode.INTERNAL,
-            f"step {plan.step} of {len(plan.sequences)} sequences failed: "
-            f"{type(error).__name__}: {error}",
-        )
+        what = f"step {plan.step} of {len(plan.sequences)} sequences failed"
+        reason = f"{what}: {type(error).__name__}: {error}"
         for sequence in self._scheduler.abandon():
-            self.fail(self._by_slot[sequence.pages.slot], failure)
+            job = self._by_slot[sequence.pages.slot]
+            self.fail(job, RipresaError(ErrorCode.INTERNAL, reason))
 
     def _fail_overdue(self) -> None:
         now = self._clock()
@@ -371,11 +317,11 @@ class EngineCore:
                     Unavailable("no encoder worker delivered the prompt's state in time; retry"),
                 )
 
-    def _break(self, error: RipresaError) -> None:
-        """Run no further step, refuse and fail everything with `error`."""
-        self._refusal = error
+    def _break(self, reason: str) -> None:
+        """Run no further step; refuse and fail everything as UNAVAILABLE."""
+        self._refusal = reason
         for job in tuple(self._by_slot.values()):
-            self.fail(job, error)
+            self.fail(job, Unavailable(reason))
         self._wake.set()
 
     def _on_release(self, slot: int) -> None:

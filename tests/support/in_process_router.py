@@ -21,6 +21,7 @@ class InProcessRouter:
         batch: tokens an event.
         hold: while it is clear, a stream waits before each event after the first token.
         failure: raised once one token was streamed.
+        refusals: raised instead of a placement, one a request, first to last.
         seen: prompts that arrived; open: requests that are not closed yet.
     """
 
@@ -28,6 +29,7 @@ class InProcessRouter:
     batch: int = 1
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
+    refusals: list[Exception] = field(default_factory=list)
     is_ready: bool = True
     encoder_id: str | None = "encoder-0"
     seen: list[PromptRequest] = field(default_factory=list)
@@ -53,6 +55,8 @@ class InProcessRouter:
 
     async def _events(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         num_prompt, sampling = len(prompt.token_ids), prompt.sampling
+        if self.refusals:
+            raise self.refusals.pop(0)
         recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed)
         yield Placed("decode-0", self.encoder_id, recipe, "the only one")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hash_machine import WINDOW, HashMachine, ReferenceStream
 
@@ -36,9 +37,10 @@ CONFIG = EngineConfig(
     num_blocks=64,
     transfer=TransferConfig(max_section_blocks=2, hand_over_timeout_s=30.0),
 )
-LANES = LaneConfig(
-    chunk_timeout_s=0.2, open_timeout_s=0.2, control_timeout_s=0.2, idle_timeout_s=0.6
+IMPATIENT = LaneConfig(
+    chunk_timeout_s=0.3, open_timeout_s=0.3, control_timeout_s=0.3, idle_timeout_s=0.9
 )
+"""For tests in which a message is lost."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,12 @@ class SplitCluster:
         self,
         faults: Mapping[int, Fault] | None = None,
         config: EngineConfig = CONFIG,
-        lanes: LaneConfig = LANES,
+        num_blocks: int = 64,
+        lanes: LaneConfig | None = None,
     ) -> None:
-        self.encoder_machine = HashMachine()
-        self.machines = {"d0": HashMachine(), "d1": HashMachine()}
+        machines = [HashMachine(num_blocks, config.max_num_seqs) for _ in range(3)]
+        self.encoder_machine = machines[0]
+        self.machines = {"d0": machines[1], "d1": machines[2]}
         transport = LoopbackTransport(lanes)
         self.decoders = {
             name: DecodeEngine(name, machine, config) for name, machine in self.machines.items()
@@ -138,6 +142,10 @@ class SplitCluster:
         }
         self._outbound = OutboundTransfers("e0", self.peers.__getitem__, transport, lanes)
         self.encoder = EncoderEngine("e0", self.encoder_machine, self._outbound, config)
+
+    def revive(self, name: str) -> None:
+        """The way to a decode worker works again, without faults."""
+        self.peers[name] = self._inbound[name]
 
     @property
     def decoder(self) -> DecodeEngine:
@@ -156,6 +164,7 @@ class SplitCluster:
             async for event in events:
                 if isinstance(event, Reserved):
                     prefill = asyncio.create_task(self.encoder.prefill(request, receiver))
+                    prefill.add_done_callback(partial(self._abort_without_prefill, request))
                 if isinstance(event, Finished) and prefill is not None:
                     on_counters(await prefill)
                 yield event
@@ -164,6 +173,13 @@ class SplitCluster:
                 prefill.cancel()
                 await asyncio.gather(prefill, return_exceptions=True)
             await events.aclose()
+
+    def _abort_without_prefill(
+        self, request: GenerationRequest, prefill: asyncio.Task[WorkCounters]
+    ) -> None:
+        if prefill.cancelled() or prefill.exception() is not None:
+            for engine in self.decoders.values():
+                engine.abort(request.request_id)
 
     async def collect(self, request: GenerationRequest, receiver: str = "d0") -> Stream:
         return Stream(tuple([event async for event in self.generate(request, receiver)]))
@@ -192,10 +208,13 @@ class SplitCluster:
 
 @asynccontextmanager
 async def split_cluster(
-    faults: Mapping[int, Fault] | None = None, config: EngineConfig = CONFIG
+    faults: Mapping[int, Fault] | None = None,
+    config: EngineConfig = CONFIG,
+    num_blocks: int = 64,
+    lanes: LaneConfig | None = None,
 ) -> AsyncIterator[SplitCluster]:
     """A running cluster that must be idle at the end, and after 60 s at the latest."""
-    cluster = SplitCluster(faults, config)
+    cluster = SplitCluster(faults, config, num_blocks, lanes)
     await cluster.start()
     async with asyncio.timeout(60):
         try:

@@ -1,0 +1,64 @@
+"""What does an engine keep of one admitted request, and who hears of its progress?"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from ripresa.workers.errors import RipresaError
+from ripresa.workers.models.base import EncoderOutput
+from ripresa.workers.request import GenerationRequest
+from ripresa.workers.scheduling.scheduler import Progress
+from ripresa.workers.sequence import Sequence, SequenceStatus
+
+
+class Listener(Protocol):
+    """A request's owner. Called on the event loop, between steps; must not raise."""
+
+    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+        """A step computed rows of the request; `encoder_output` is what was to leave it."""
+
+    def on_failed(self, error: RipresaError) -> None:
+        """The request is over; called at most once, and never after its last progress."""
+
+    def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
+        """Handed-over encoder output of rows [start, stop)."""
+
+
+class Job:
+    """One admitted request inside an engine.
+
+    Attributes:
+        sequence: its rows and pages.
+        listener: who hears of it.
+        released: set once its pages are free.
+        error: why it failed, if it did.
+        patience_until: engine clock in seconds until which a WAITING request may wait; None for
+            as long as its deadline allows.
+    """
+
+    __slots__ = ("error", "listener", "patience_until", "released", "sequence")
+
+    def __init__(self, sequence: Sequence, listener: Listener) -> None:
+        self.sequence = sequence
+        self.listener = listener
+        self.released = asyncio.Event()
+        self.error: RipresaError | None = None
+        self.patience_until: float | None = None
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.sequence.request
+
+    @property
+    def is_over(self) -> bool:
+        return self.sequence.status is SequenceStatus.REMOVED
+
+    @property
+    def due(self) -> float | None:
+        """The earliest moment at which the request must be failed."""
+        if self.sequence.status is not SequenceStatus.WAITING or self.patience_until is None:
+            return self.request.deadline
+        if self.request.deadline is None:
+            return self.patience_until
+        return min(self.request.deadline, self.patience_until)
