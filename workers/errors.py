@@ -104,3 +104,7 @@ class Unavailable(RipresaError):
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, message, retry_after_s=retry_after_s)
+
+
+class Unreachable(Unavailable):
+    """The call did not reach the worker, or the worker died over it: it counts as lost."""

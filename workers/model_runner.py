@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
+from ripresa.workers.config import Numerics
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint
@@ -27,13 +27,6 @@ DETERMINISTIC_ROWS = 16
 """Measured: from 16 rows on, a float32 product gives each row the same bits in any batch."""
 
 DEFAULT_WORKSPACE_BYTES = 64 << 20
-
-
-class Numerics(StrEnum):
-    """DETERMINISTIC: a row's numbers depend on its sequence alone. FAST: no padding."""
-
-    DETERMINISTIC = "deterministic"
-    FAST = "fast"
 
 
 class TorchModelRunner:
@@ -63,11 +56,11 @@ class TorchModelRunner:
         self.config = config
         self.weights = weights
         self.layout = kv_layout(config, model_digest)
-        self._device = weights.embed.device
+        self.device = weights.embed.device
         self._min_rows = DETERMINISTIC_ROWS if numerics is Numerics.DETERMINISTIC else 0
         last = config.split + 1 if weights.half is Half.ENCODER else config.num_hidden_layers
         self.cache = KVCache(
-            self.layout, num_blocks, num_slots, range(last), self._device, poison=poison
+            self.layout, num_blocks, num_slots, range(last), self.device, poison=poison
         )
         self._model = DeepseekV41(
             config, weights, self.cache, self._min_rows, workspace_bytes, observer
@@ -121,7 +114,7 @@ class TorchModelRunner:
         ]
         rows = self._rows(runs)
         token_ids = torch.tensor(
-            [t for s in steps for t in s.token_ids], dtype=torch.int64, device=self._device
+            [t for s in steps for t in s.token_ids], dtype=torch.int64, device=self.device
         )
         stops = [s.decoder_floor if s.write_source_window else 0 for s in steps]
         streams, pre = self._model.encode(rows, token_ids, stops)
@@ -176,7 +169,7 @@ class TorchModelRunner:
         if not wanted:
             return
         if len(wanted) < len(streams):
-            index = torch.tensor(wanted, device=self._device)
+            index = torch.tensor(wanted, device=self.device)
             streams, pre = streams.index_select(0, index), pre.index_select(0, index)
         logits = self._model.logits(streams, pre)
         first = 0
@@ -189,7 +182,7 @@ class TorchModelRunner:
             if step.sampling is not None:
                 sampled.append((step, first - 1))
         if sampled:
-            index = torch.tensor([row for _, row in sampled], device=self._device)
+            index = torch.tensor([row for _, row in sampled], device=self.device)
             tokens = sample_batch(
                 logits.index_select(0, index),
                 [step.sampling for step, _ in sampled if step.sampling is not None],
@@ -200,9 +193,7 @@ class TorchModelRunner:
             }
 
     def _rows(self, runs: Sequence[Run]) -> Rows:
-        return Rows(
-            runs, self.layout, self._device, self.config.num_attention_heads, self._min_rows
-        )
+        return Rows(runs, self.layout, self.device, self.config.num_attention_heads, self._min_rows)
 
     def block_bytes(self, num_blocks: int) -> int:
         return num_blocks * self.layout.block_bytes

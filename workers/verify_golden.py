@@ -1,4 +1,4 @@
-"""Does this implementation compute what the reference did? Compares a golden folder, tensor by tensor.
+"""Does this implementation compute what the reference did? A golden folder, tensor by tensor.
 
 Every logit tensor is computed in several ways (one process or split over an encoder and a decode
 worker, whole or in chunks, alone or batched with strangers, blocks anywhere); the worst difference
@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ripresa.workers.config import Numerics
 from ripresa.workers.errors import CheckpointError, RipresaError
-from ripresa.workers.model_runner import Numerics, TorchModelRunner, load_runner
+from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import EncoderOutput
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half

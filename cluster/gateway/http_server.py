@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -12,8 +14,12 @@ from ripresa.cluster.version import VERSION
 from ripresa.workers.errors import RipresaError, Unavailable
 
 
-def http_app(service: InferenceService) -> FastAPI:
-    """The gateway's ASGI application; a failure is an OpenAI-shaped error body."""
+def http_app(service: Callable[[], InferenceService]) -> FastAPI:
+    """The gateway's ASGI application; a failure is an OpenAI-shaped error body.
+
+    Args:
+        service: asked at each request, since a Serve replica makes it after the application.
+    """
     app = FastAPI(title="ripresa", version=VERSION)
 
     @app.get("/health")
@@ -24,7 +30,7 @@ def http_app(service: InferenceService) -> FastAPI:
     @app.get("/ready")
     async def ready() -> Response:
         """A request could be served now; 503 until then and while draining."""
-        if not await service.ready():
+        if not await service().ready():
             raise Unavailable("no worker is ready, or this gateway is draining")
         return Response(status_code=200)
 
@@ -35,7 +41,7 @@ def http_app(service: InferenceService) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Every series of this gateway in Prometheus's text format."""
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(service().metrics.render(), media_type=CONTENT_TYPE)
 
     @app.exception_handler(RipresaError)
     async def failed(request: Request, error: RipresaError) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""How are rows multiplied by a weight? `x @ weight^T`, optionally padded to a fixed least height."""
+"""How are rows multiplied by a weight? `x @ weight^T`, padded to a least height if asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts see a row, and what do they answer? Sigmoid-like routing and clamped SwiGLU experts.
+"""Which experts see a row, and what do they answer? Routing and clamped SwiGLU experts.
 
 Source: model specification, section 9.
 """

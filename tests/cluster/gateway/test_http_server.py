@@ -13,7 +13,7 @@ from ripresa.cluster.version import VERSION
 
 
 def test_routes(service: Any, router: Any) -> None:
-    client = TestClient(http_app(service))
+    client = TestClient(http_app(lambda: service))
     assert (client.get("/health").status_code, client.get("/health").content) == (200, b"")
     assert client.get("/ready").status_code == 200
     assert client.get("/version").json() == {"version": VERSION}
@@ -23,7 +23,7 @@ def test_routes(service: Any, router: Any) -> None:
 
 
 def test_not_ready(service: Any, router: Any) -> None:
-    client = TestClient(http_app(service))
+    client = TestClient(http_app(lambda: service))
     router.is_ready = False
     answer = client.get("/ready")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

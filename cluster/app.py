@@ -1,0 +1,293 @@
+"""Which processes make a cluster, and how are they wired? The only place that knows them all.
+
+Controller ◀── DecodeWorker ◀── EncoderWorker
+    ▲               ▲                ▲
+    └───────────────┴──── Gateway ───┘
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+import ray
+from pydantic import BaseModel
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from ripresa.cluster.config import ClusterConfig, check_against_model, load_config
+from ripresa.cluster.controller import Controller
+from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
+from ripresa.cluster.gateway.validation import ServedModel
+from ripresa.cluster.progress import progress
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.decode_worker import DecodeWorker
+from ripresa.workers.encoder_worker import EncoderWorker
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.model_runner import model_digest
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.worker_process import model_folder
+from ripresa.workers.worker_settings import WorkerSettings
+
+APP_NAME = "ripresa"
+GATEWAY, ENCODER, DECODER = "Gateway", "EncoderWorker", "DecodeWorker"
+
+WORKER_LEASE_S = 3.0
+MAX_ONGOING_CALLS = 10_000
+"""Admission is the gateway's and the engines' business, not Serve's."""
+
+_TARGETED = RequestRouterConfig(request_router_class="ripresa.cluster.routing.handles:TargetRouter")
+
+
+def build_app(config: ClusterConfig) -> Application:
+    """The Serve application of a configuration.
+
+    Raises:
+        RipresaError: the model or a setting is wrong; nothing was started.
+    """
+    model = ModelConfig.from_file(config.model.config_file)
+    check_against_model(config, model.sliding_window)
+    folder = model_folder(config.model.path or "")
+    controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
+    decoders = _deploy(DecodeWorker, config.decoders.replicas, targeted=True).bind(
+        _worker(config, config.decoder_engine()), controller
+    )
+    encoders = None
+    if config.encoders.replicas:
+        encoders = _deploy(EncoderWorker, config.encoders.replicas, targeted=True).bind(
+            _worker(config, config.encoder_engine()), controller, decoders
+        )
+    gateway = config.gateway
+    start = GatewayStart(
+        model=ServedModel(
+            name=config.model.name,
+            max_model_len=model.max_position_embeddings,
+            vocab_size=model.vocab_size,
+            eos_token_id=model.eos_token_id,
+            weights_digest=model_digest(folder, model),
+        ),
+        tokenizer_file=str(config.model.tokenizer_file),
+        window=model.sliding_window,
+        grpc_host=gateway.grpc_host,
+        grpc_port=gateway.grpc_port,
+        max_message_bytes=gateway.max_message_bytes,
+        max_running=gateway.max_running,
+        drain_grace_s=gateway.drain_grace_s,
+        default_tail=config.default_tail,
+        transfer_backend=config.transfer.backend,
+        shares_port=gateway.replicas > 1,
+    )
+    return _deploy(Gateway, gateway.replicas, shutdown_s=gateway.drain_grace_s + 10).bind(
+        start, controller, decoders, encoders
+    )
+
+
+class BuildArgs(BaseModel, extra="forbid"):
+    """Arguments of the Serve application builder.
+
+    Attributes:
+        config: path of the configuration file, on every node; empty for all defaults.
+        overrides: `a.b=value` settings on top of it.
+    """
+
+    config: str = ""
+    overrides: list[str] = []
+
+
+def build(args: BuildArgs) -> Application:
+    """The builder that a Serve config names (`import_path: ripresa.cluster.app:build`)."""
+    return build_app(load_config(Path(args.config) if args.config else None, args.overrides))
+
+
+class LocalCluster:
+    """A running cluster, seen from the process that started it.
+
+    Attributes:
+        config: what it was started with.
+        grpc_address: where the first gateway serves gRPC.
+        http_address: where HTTP is served.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        port = self.handle(GATEWAY).grpc_port.remote().result(timeout_s=30)
+        self.grpc_address = f"{config.gateway.grpc_host}:{port}"
+        self.http_address = f"{config.gateway.http_host}:{config.gateway.http_port}"
+
+    def handle(self, deployment: str) -> DeploymentHandle[Any]:
+        """A handle to one of the deployments."""
+        return serve.get_deployment_handle(deployment, APP_NAME)
+
+
+@contextmanager
+def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
+    """Start Ray (or join `ray.address`), run the application, and stop what was started.
+
+    Raises:
+        RipresaError: the model or a setting is wrong.
+    """
+    application = build_app(config)
+    ray_settings = config.ray
+    ray.init(
+        address=ray_settings.address or "local",
+        include_dashboard=None if ray_settings.address else ray_settings.dashboard,
+        log_to_driver=False,
+        configure_logging=True,
+        logging_level="warning",
+        **_local_options(config),
+    )
+    try:
+        serve.start(
+            proxy_location="EveryNode" if ray_settings.address else "HeadOnly",
+            http_options=HTTPOptions(host=config.gateway.http_host, port=config.gateway.http_port),
+            logging_config={"log_level": "WARNING"},
+        )
+        _run(application)
+        yield LocalCluster(config)
+        serve.delete(APP_NAME)
+    finally:
+        if not ray_settings.address:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _run(application: Application) -> None:
+    """Deploy and wait until every replica is ready.
+
+    Raises:
+        RipresaError: a replica could not start; the message is the replica's own.
+    """
+    try:
+        serve.run(application, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        deployments = serve.status().applications[APP_NAME].deployments
+        failed = [f"{n}: {_last_line(d.message)}" for n, d in deployments.items() if d.message]
+        raise RipresaError(
+            ErrorCode.FAILED_PRECONDITION, "; ".join(failed) or str(error)
+        ) from error
+
+
+def _last_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else message
+
+
+def serve_forever(config: ClusterConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and stop.
+
+    Raises:
+        RipresaError: the model or a setting is wrong.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with ExitStack() as stack:
+        with progress("starting the cluster"):
+            cluster = stack.enter_context(local_cluster(config))
+        click.echo(f"gRPC on {cluster.grpc_address}, HTTP on http://{cluster.http_address}")
+        click.echo(f'Try: ripresa generate --address {cluster.grpc_address} --prompt "Hello"')
+        click.echo("Ctrl-C drains and stops.")
+        stop.wait()
+        click.echo(f"draining for at most {config.gateway.drain_grace_s:.0f} s")
+
+
+DEMO_PROMPT = "A tool loop sends the whole conversation again with every call, so "
+DEMO_TOKENS = 48
+
+
+def run_demo(config: ClusterConfig) -> None:
+    """Start a local cluster, stream one answer through it, say what was computed where, stop.
+
+    Raises:
+        RipresaError: the model or a setting is wrong.
+    """
+    with ExitStack() as stack:
+        with progress("starting the cluster"):
+            cluster = stack.enter_context(local_cluster(config))
+        click.echo(
+            f"{config.encoders.replicas} encoder and {config.decoders.replicas} decode workers, "
+            f"gRPC on {cluster.grpc_address}"
+        )
+        if config.model.path is None:
+            click.echo(
+                "The bundled model's weights are seeded random numbers: the answer is noise, the "
+                "way to it is real."
+            )
+        _stream_demo(cluster.grpc_address)
+        click.echo("stopping")
+
+
+def _stream_demo(address: str) -> None:
+    request = pb.GenerateRequest(text=DEMO_PROMPT)
+    request.sampling.max_tokens = DEMO_TOKENS
+    request.sampling.temperature = 0.0
+    click.echo(f"\n> {DEMO_PROMPT}")
+    with grpc.insecure_channel(address) as channel:
+        stream = InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=120)
+        for response in stream:
+            match response.WhichOneof("event"):
+                case "delta":
+                    click.echo(response.delta.text, nl=False)
+                case "completed":
+                    usage, timings = response.completed.usage, response.completed.timings
+                    first = timings.time_to_first_token.ToTimedelta().total_seconds()
+                    click.echo(
+                        f"\n\n{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
+                        f"generated, first one after {1000 * first:.0f} ms"
+                    )
+
+
+def _deploy(
+    cls: Any, replicas: int, *, targeted: bool = False, shutdown_s: float = 20.0
+) -> Deployment:
+    return serve.deployment(
+        cls,
+        name=cls.__name__,
+        num_replicas=replicas,
+        max_ongoing_requests=MAX_ONGOING_CALLS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=shutdown_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        request_router_config=_TARGETED if targeted else RequestRouterConfig(),
+    )
+
+
+def _worker(config: ClusterConfig, engine: EngineConfig) -> WorkerSettings:
+    return WorkerSettings(
+        model_path=config.model.path or "",
+        engine=engine,
+        transport=config.transfer.backend,
+        lanes=config.lanes(),
+        torch_threads=config.torch_threads,
+    )
+
+
+def _local_options(config: ClusterConfig) -> dict[str, Any]:
+    """What only a cluster that is started here takes."""
+    settings = config.ray
+    if settings.address:
+        return {}
+    options: dict[str, Any] = {
+        "object_store_memory": settings.object_store_memory,
+        "dashboard_port": settings.dashboard_port,
+        "_node_ip_address": "127.0.0.1",
+    }
+    if settings.num_cpus is not None:
+        options["num_cpus"] = settings.num_cpus
+    if settings.temp_dir is not None:
+        options["_temp_dir"] = settings.temp_dir
+    if settings.metrics_export_port is not None:
+        options["_metrics_export_port"] = settings.metrics_export_port
+    return options

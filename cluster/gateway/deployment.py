@@ -1,0 +1,103 @@
+"""The Gateway deployment: both servers, the router and the metrics in one Serve replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from ripresa.cluster.gateway.grpc_server import GrpcServer
+from ripresa.cluster.gateway.http_server import http_app
+from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import ServedModel
+from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
+from ripresa.cluster.routing.router import ClusterRouter
+from ripresa.workers.replay import TailVariant
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStart:
+    """What a gateway process needs to know to start.
+
+    Attributes:
+        model: what is served, as the API describes it.
+        tokenizer_file: its tokenizer.json.
+        window: W of the model.
+        shares_port: several gateways listen on one port.
+    """
+
+    model: ServedModel
+    tokenizer_file: str
+    window: int
+    grpc_host: str
+    grpc_port: int
+    max_message_bytes: int
+    max_running: int
+    drain_grace_s: float
+    default_tail: TailVariant
+    transfer_backend: str
+    shares_port: bool
+
+
+def _http() -> FastAPI:
+    """The HTTP application of this replica."""
+    return http_app(lambda: serve.get_replica_context().servable_object.service)
+
+
+@serve.ingress(_http)
+class Gateway:
+    """Takes requests by gRPC on its own port and by HTTP through Serve.
+
+    Args:
+        start: this gateway's settings.
+        controller: who knows the workers.
+        decoders, encoders: the workers; encoders None where there are none.
+    """
+
+    async def __init__(
+        self,
+        start: GatewayStart,
+        controller: DeploymentHandle[Any],
+        decoders: DeploymentHandle[Any],
+        encoders: DeploymentHandle[Any] | None,
+    ) -> None:
+        self._drain_grace_s = start.drain_grace_s
+        self._view = RayWorkerView(controller)
+        self._router = ClusterRouter(self._view, RayWorkerCalls(encoders, decoders), start.window)
+        self.service = InferenceService(
+            self._router,
+            start.model,
+            Tokenizer(Path(start.tokenizer_file)),
+            GatewayMetrics(),
+            default_tail=start.default_tail,
+            max_running=start.max_running,
+            transfer_backend=start.transfer_backend,
+        )
+        self._grpc = GrpcServer(
+            self.service,
+            host=start.grpc_host,
+            port=start.grpc_port,
+            max_message_bytes=start.max_message_bytes,
+            reuse_port=start.shares_port,
+        )
+        await self._view.refresh()
+        await self._view.start()
+        await self._grpc.start()
+
+    async def grpc_port(self) -> int:
+        """Where gRPC is served; the question that a setting of 0 leaves open."""
+        return self._grpc.port
+
+    async def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) if an idle gateway still counts requests."""
+        self._router.check_integrity()
+
+    async def __del__(self) -> None:
+        await self._grpc.stop(self._drain_grace_s)
+        await self._view.stop()

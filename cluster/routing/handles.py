@@ -1,0 +1,114 @@
+"""How does the router reach workers through Ray Serve? Calls to chosen replicas, and their list."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from ripresa.workers.errors import RipresaError
+from ripresa.workers.remote_worker import TARGET, direct, failures
+from ripresa.workers.report import WorkerReport
+from ripresa.workers.request import EngineEvent, GenerationRequest, WorkCounters
+
+logger = logging.getLogger(__name__)
+
+LOST_FOR_S = 10.0
+"""A worker that a call found gone is not listed for this long; its lease lapses sooner."""
+
+
+class TargetRouter(RequestRouter):
+    """Sends a call to the replica that its keyword `worker_id` names, or, if that one is gone, to
+    any other, which refuses it at once."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        target = None if pending_request is None else pending_request.kwargs.get(TARGET)
+        chosen = [r for r in candidate_replicas if r.replica_id.unique_id == target]
+        return [chosen or candidate_replicas]
+
+
+class RayWorkerCalls:
+    """Calls by Serve handles; implements `WorkerCalls`."""
+
+    def __init__(
+        self, encoders: DeploymentHandle[Any] | None, decoders: DeploymentHandle[Any]
+    ) -> None:
+        self._encoders = None if encoders is None else direct(encoders)
+        self._decoders = direct(decoders)
+        self._streams = self._decoders.options(stream=True)
+
+    async def generate(
+        self, worker_id: str, request: GenerationRequest, local: bool
+    ) -> AsyncGenerator[EngineEvent]:
+        async with failures(f"decode worker {worker_id}"):
+            events = self._streams.generate.remote(request, local, **{TARGET: worker_id})
+            try:
+                async for event in events:
+                    yield event
+            finally:
+                events.cancel()
+
+    async def prefill(
+        self, worker_id: str, request: GenerationRequest, receiver: str
+    ) -> WorkCounters:
+        assert self._encoders is not None
+        async with failures(f"encoder worker {worker_id}"):
+            answer = self._encoders.prefill.remote(request, receiver, **{TARGET: worker_id})
+            try:
+                counters: WorkCounters = await answer
+            finally:
+                answer.cancel()
+            return counters
+
+    async def abort(self, worker_id: str, request_id: str) -> bool:
+        async with failures(f"decode worker {worker_id}"):
+            found: bool = await self._decoders.abort.remote(request_id, **{TARGET: worker_id})
+            return found
+
+
+class RayWorkerView:
+    """The controller's list of workers, asked for regularly; implements `WorkerView`."""
+
+    def __init__(self, controller: DeploymentHandle[Any], interval_s: float = 0.5) -> None:
+        self._controller = controller
+        self._interval_s = interval_s
+        self._workers: Sequence[WorkerReport] = ()
+        self._lost: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        return tuple(w for w in self._workers if w.worker_id not in self._lost)
+
+    def lost(self, worker_id: str) -> None:
+        self._lost[worker_id] = time.monotonic() + LOST_FOR_S
+
+    async def refresh(self) -> None:
+        async with asyncio.timeout(5.0), failures("the controller"):
+            self._workers = await self._controller.workers.remote()
+        now = time.monotonic()
+        self._lost = {worker: until for worker, until in self._lost.items() if until > now}
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="worker-view")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.refresh()
+            except (RipresaError, TimeoutError) as error:
+                logger.warning("the list of workers may be old: %s", error)
+            await asyncio.sleep(self._interval_s)

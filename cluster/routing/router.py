@@ -1,0 +1,321 @@
+"""How is one request driven to its end? Place it, run both workers, retry what a worker lost.
+
+place ─▶ decode.generate ─▶ Reserved ─▶ encoder.prefill ─▶ PrefillDone ─▶ Tokens.. ─▶ Finished
+              ▲                              │ fails: another encoder, else local
+              └──── decode worker lost: again by the same recipe, from what was streamed ────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from ripresa.cluster.routing.planner import RoutePlan, least_loaded, plan_route
+from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.workers.errors import (
+    ErrorCode,
+    InvalidArgument,
+    RipresaError,
+    Unavailable,
+    Unreachable,
+)
+from ripresa.workers.replay import TailVariant, cold_recipe
+from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.request import (
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PrefillDone,
+    Reserved,
+    Tokens,
+    WorkCounters,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_EXECUTIONS = 4
+"""Executions of one request before its last error is the client's answer."""
+
+
+class WorkerCalls(Protocol):
+    """The way to workers. Every failure is a RipresaError; a lost worker is UNAVAILABLE."""
+
+    def generate(
+        self, worker_id: str, request: GenerationRequest, local: bool
+    ) -> AsyncGenerator[EngineEvent]: ...
+
+    async def prefill(
+        self, worker_id: str, request: GenerationRequest, receiver: str
+    ) -> WorkCounters: ...
+
+    async def abort(self, worker_id: str, request_id: str) -> bool: ...
+
+
+class WorkerView(Protocol):
+    """What this gateway knows about workers."""
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        """The newest reports, without those that were found dead since."""
+
+    async def refresh(self) -> None:
+        """Ask again, after what was known led nowhere."""
+
+    def lost(self, worker_id: str) -> None:
+        """A call found this worker gone; it is not listed again for a while."""
+
+
+class ClusterRouter:
+    """Runs prompts on the cluster's workers; implements `Router`.
+
+    Args:
+        view: which workers there are.
+        calls: how they are reached.
+        window: W of the model, for recipes.
+        reserve_timeout_s: longest wait for a decode worker's reservation.
+    """
+
+    def __init__(
+        self,
+        view: WorkerView,
+        calls: WorkerCalls,
+        window: int,
+        reserve_timeout_s: float = 5.0,
+    ) -> None:
+        self._view = view
+        self._calls = calls
+        self._window = window
+        self._reserve_timeout_s = reserve_timeout_s
+        self._pending: Counter[str] = Counter()
+        self._running: dict[str, str] = {}
+
+    async def ready(self) -> bool:
+        return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
+
+    async def abort(self, request_id: str) -> bool:
+        here = self._running.get(request_id)
+        decoders = [w.worker_id for w in self._view.workers() if w.kind is WorkerKind.DECODE]
+        asked = [here] if here is not None else decoders
+        answers = await asyncio.gather(
+            *(self._calls.abort(worker, request_id) for worker in asked), return_exceptions=True
+        )
+        unknown = [a for a in answers if isinstance(a, BaseException)]
+        if any(answer is True for answer in answers):
+            return True
+        if unknown:
+            raise unknown[0]
+        return False
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) if an idle router still counts requests."""
+        if self._running or +self._pending:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"left over: {self._running} {dict(self._pending)}"
+            )
+
+    async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        if prompt.tail is TailVariant.EXACT:
+            raise InvalidArgument(
+                "options.cache_policy.tail", "tail EXACT is not supported by this version"
+            )
+        execution = Execution(prompt, self._window)
+        placed = False
+        avoid: set[str] = set()
+        for attempt in range(MAX_EXECUTIONS):
+            route = await self._place(avoid)
+            try:
+                async with aclosing(self._execute(execution, route, avoid)) as events:
+                    async for event in events:
+                        match event:
+                            case Reserved() if not placed:
+                                placed = True
+                                yield Placed(
+                                    route.decoder, route.encoder, execution.recipe, route.reason
+                                )
+                            case Tokens():
+                                execution.stream(event)
+                                yield event
+                            case Finished():
+                                yield execution.finish(event)
+                                return
+            except RipresaError as error:
+                if attempt == MAX_EXECUTIONS - 1 or not self._may_retry(error, route, avoid):
+                    raise
+                logger.warning("request %s is executed again: %s", prompt.request_id, error)
+
+    async def _place(self, avoid: set[str]) -> RoutePlan:
+        try:
+            return plan_route(self._view.workers(), self._pending, avoid)
+        except Unavailable:
+            await self._view.refresh()
+            return plan_route(self._view.workers(), self._pending, avoid)
+
+    def _may_retry(self, error: RipresaError, route: RoutePlan, avoid: set[str]) -> bool:
+        """Whether another execution may do what this one did not."""
+        if isinstance(error, _PrefillFailed):
+            return True
+        if isinstance(error, Unreachable):
+            self._view.lost(route.decoder)
+        avoid.add(route.decoder)
+        if error.code is ErrorCode.UNAVAILABLE:
+            return True
+        # A worker whose pools are full; another one may have room.
+        return error.code is ErrorCode.RESOURCE_EXHAUSTED and any(
+            w.kind is WorkerKind.DECODE and w.worker_id not in avoid for w in self._view.workers()
+        )
+
+    async def _execute(
+        self, execution: Execution, route: RoutePlan, avoid: set[str]
+    ) -> AsyncGenerator[EngineEvent]:
+        """One execution's events; a failure of it is raised."""
+        request = execution.next_request()
+        prefill: asyncio.Task[None] | None = None
+        events = self._calls.generate(route.decoder, request, local=route.encoder is None)
+        self._running[request.request_id] = route.decoder
+        with self._counted(route.decoder):
+            try:
+                yield await self._reservation(events, route.decoder)
+                if route.encoder is not None:
+                    prefill = asyncio.create_task(
+                        self._prefill(execution, route.encoder, route.decoder, avoid)
+                    )
+                    async for event in _watching(events, prefill):
+                        yield event
+                else:
+                    async for event in events:
+                        yield _unless_failed(event)
+            finally:
+                # Each step runs whatever the one before it raised, a cancel included.
+                try:
+                    if prefill is not None:
+                        prefill.cancel()
+                        await asyncio.gather(prefill, return_exceptions=True)
+                finally:
+                    self._running.pop(request.request_id, None)
+                    await events.aclose()
+
+    async def _reservation(self, events: AsyncGenerator[EngineEvent], decoder: str) -> EngineEvent:
+        try:
+            async with asyncio.timeout(self._reserve_timeout_s):
+                return _unless_failed(await anext(events))
+        except TimeoutError:
+            raise Unreachable(f"decode worker {decoder} does not answer") from None
+
+    async def _prefill(
+        self, execution: Execution, encoder: str, decoder: str, avoid: set[str]
+    ) -> None:
+        """Prefill on one encoder after another until one succeeds.
+
+        Raises:
+            RipresaError: no encoder could.
+        """
+        while True:
+            try:
+                with self._counted(encoder):
+                    request = execution.next_request()
+                    execution.prefilled(await self._calls.prefill(encoder, request, decoder))
+                return
+            except RipresaError as error:
+                if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED):
+                    raise
+                logger.warning("encoder %s did not prefill: %s", encoder, error)
+                avoid.add(encoder)
+                if isinstance(error, Unreachable):
+                    self._view.lost(encoder)
+                workers = self._view.workers()
+                another = least_loaded(workers, WorkerKind.ENCODER, self._pending, avoid)
+                if another is None:
+                    raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
+                encoder = another
+
+    @contextmanager
+    def _counted(self, worker_id: str) -> Iterator[None]:
+        self._pending[worker_id] += 1
+        try:
+            yield
+        finally:
+            self._pending[worker_id] -= 1
+            if not self._pending[worker_id]:
+                del self._pending[worker_id]
+
+
+class Execution:
+    """What is known of a request over all its executions: the recipe never changes."""
+
+    def __init__(self, prompt: PromptRequest, window: int) -> None:
+        self._prompt = prompt
+        self.recipe = cold_recipe(len(prompt.token_ids), window, prompt.tail, prompt.sampling.seed)
+        self._streamed: list[int] = []
+        self._next_generation = 0
+        self._prefill_counters = WorkCounters()
+
+    def stream(self, tokens: Tokens) -> None:
+        """Book tokens on their way to the client."""
+        self._streamed += tokens.token_ids
+
+    def prefilled(self, counters: WorkCounters) -> None:
+        """Book an encoder's work."""
+        self._prefill_counters = counters
+
+    def finish(self, finished: Finished) -> Finished:
+        """The last worker's event, with the work of the encoder added."""
+        own, encoder = finished.counters, self._prefill_counters
+        counters = replace(own, encoder_rows=own.encoder_rows + encoder.encoder_rows)
+        return replace(finished, counters=counters)
+
+    def next_request(self) -> GenerationRequest:
+        """The request from the prompt and what was streamed; it outdates every earlier one."""
+        generation = self._next_generation
+        self._next_generation += 1
+        return GenerationRequest(
+            request_id=self._prompt.request_id,
+            generation=generation,
+            token_ids=self._prompt.token_ids + tuple(self._streamed),
+            num_prompt_tokens=len(self._prompt.token_ids),
+            recipe=self.recipe,
+            sampling=self._prompt.sampling,
+            deadline=self._prompt.deadline,
+        )
+
+
+class _PrefillFailed(Unavailable):
+    """No encoder could prefill; the decode worker is not at fault."""
+
+
+async def _watching(
+    events: AsyncGenerator[EngineEvent], prefill: asyncio.Task[None]
+) -> AsyncGenerator[EngineEvent]:
+    """The decode worker's events; a prefill that fails before the state is there is raised."""
+    arrived = False
+    while not prefill.done():
+        following = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.wait({following, prefill}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done() and not arrived:
+                # Raises what the prefill raised.
+                prefill.result()
+            event = _unless_failed(await following)
+        finally:
+            if not following.done():
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+        arrived |= isinstance(event, PrefillDone)
+        if isinstance(event, Finished):
+            # The encoder's answer carries its counters; it is on its way.
+            await asyncio.wait({prefill}, timeout=1.0)
+        yield event
+    if not arrived:
+        prefill.result()
+    async for event in events:
+        yield _unless_failed(event)
+
+
+def _unless_failed(event: EngineEvent) -> EngineEvent:
+    if isinstance(event, Failed):
+        raise event.error
+    return event

@@ -1,0 +1,86 @@
+"""The DecodeWorker deployment: a decode engine in a Serve replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.models.deepseek_v41.weights import Half
+from ripresa.workers.remote_worker import own_identity, report_to, require_target
+from ripresa.workers.report import Heartbeat, WorkerKind, WorkerReport
+from ripresa.workers.request import EngineEvent, GenerationRequest
+from ripresa.workers.transfer.base import Accept, ControlMessage
+from ripresa.workers.transfer.inbound import InboundTransfers
+from ripresa.workers.worker_process import start_runner, start_transport
+from ripresa.workers.worker_settings import WorkerSettings
+
+
+class DecodeWorker:
+    """Streams tokens with the whole model, after its own prefill or a handed-over one.
+
+    Args:
+        settings: this worker's settings.
+        controller: where reports go.
+    """
+
+    async def __init__(self, settings: WorkerSettings, controller: DeploymentHandle[Any]) -> None:
+        self._worker_id, self._node_id = own_identity()
+        self._runner = await start_runner(settings, Half.ALL)
+        self._engine = DecodeEngine(self._worker_id, self._runner, settings.engine)
+        transport = start_transport(settings, self._runner.device)
+        self._transfers = InboundTransfers(self._engine, transport, settings.lanes)
+        await self._engine.start()
+        self._heartbeat = Heartbeat(
+            self._report, report_to(controller), settings.heartbeat_interval_s
+        )
+        await self._heartbeat.start()
+
+    async def generate(
+        self, request: GenerationRequest, local: bool, *, worker_id: str
+    ) -> AsyncGenerator[EngineEvent]:
+        """See `DecodeEngine.generate`."""
+        require_target(self._worker_id, worker_id)
+        async with aclosing(self._engine.generate(request, local=local)) as events:
+            async for event in events:
+                yield event
+
+    async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
+        """Take one message of an inbound transfer."""
+        require_target(self._worker_id, worker_id)
+        return await self._transfers.deliver(message)
+
+    async def abort(self, request_id: str, *, worker_id: str) -> bool:
+        """End a request with CANCELLED; False if it does not run here."""
+        require_target(self._worker_id, worker_id)
+        return self._engine.abort(request_id)
+
+    async def report(self, *, worker_id: str) -> WorkerReport:
+        """This worker's report, now."""
+        require_target(self._worker_id, worker_id)
+        return self._report()
+
+    async def check_integrity(self, *, worker_id: str) -> None:
+        """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
+        require_target(self._worker_id, worker_id)
+        self._engine.check_integrity()
+        self._transfers.check_integrity()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._engine.stop()
+        await self._transfers.close()
+
+    def _report(self) -> WorkerReport:
+        return WorkerReport(
+            worker_id=self._worker_id,
+            kind=WorkerKind.DECODE,
+            node_id=self._node_id,
+            pid=os.getpid(),
+            num_parameters=self._runner.weights.num_parameters,
+            stats=self._engine.stats(),
+        )

@@ -1,0 +1,84 @@
+"""The EncoderWorker deployment: an encoder engine in a Serve replica."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from ripresa.workers.encoder_engine import EncoderEngine
+from ripresa.workers.models.deepseek_v41.weights import Half
+from ripresa.workers.remote_worker import RemotePeer, own_identity, report_to, require_target
+from ripresa.workers.report import Heartbeat, WorkerKind, WorkerReport
+from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.transfer.outbound import OutboundTransfers
+from ripresa.workers.worker_process import start_runner, start_transport
+from ripresa.workers.worker_settings import WorkerSettings
+
+
+class EncoderWorker:
+    """Prefills prompts with the lower half of the model and hands their state over.
+
+    Args:
+        settings: this worker's settings.
+        controller: where reports go.
+        decoders: the decode workers that state is handed to.
+    """
+
+    async def __init__(
+        self,
+        settings: WorkerSettings,
+        controller: DeploymentHandle[Any],
+        decoders: DeploymentHandle[Any],
+    ) -> None:
+        self._worker_id, self._node_id = own_identity()
+        self._runner = await start_runner(settings, Half.ENCODER)
+        transport = start_transport(settings, self._runner.device)
+        self._transfers = OutboundTransfers(
+            self._worker_id,
+            lambda worker_id: RemotePeer(decoders, worker_id),
+            transport,
+            settings.lanes,
+        )
+        self._engine = EncoderEngine(
+            self._worker_id, self._runner, self._transfers, settings.engine
+        )
+        await self._engine.start()
+        self._heartbeat = Heartbeat(
+            self._report, report_to(controller), settings.heartbeat_interval_s
+        )
+        await self._heartbeat.start()
+
+    async def prefill(
+        self, request: GenerationRequest, receiver: str, *, worker_id: str
+    ) -> WorkCounters:
+        """See `EncoderEngine.prefill`."""
+        require_target(self._worker_id, worker_id)
+        return await self._engine.prefill(request, receiver)
+
+    async def report(self, *, worker_id: str) -> WorkerReport:
+        """This worker's report, now."""
+        require_target(self._worker_id, worker_id)
+        return self._report()
+
+    async def check_integrity(self, *, worker_id: str) -> None:
+        """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
+        require_target(self._worker_id, worker_id)
+        self._engine.check_integrity()
+        self._transfers.check_integrity()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._engine.stop()
+        await self._transfers.close()
+
+    def _report(self) -> WorkerReport:
+        return WorkerReport(
+            worker_id=self._worker_id,
+            kind=WorkerKind.ENCODER,
+            node_id=self._node_id,
+            pid=os.getpid(),
+            num_parameters=self._runner.weights.num_parameters,
+            stats=self._engine.stats(),
+        )

@@ -1,0 +1,94 @@
+"""How is one chosen worker called through Ray Serve, and what do its failures mean?
+
+The target travels as the keyword argument `worker_id`; a request router picks that replica. If it
+is gone, another replica gets the call and refuses it (`require_target`), so that callers hear at
+once instead of waiting for a worker that will not come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from ripresa.workers.errors import RipresaError, Unreachable
+from ripresa.workers.report import WorkerReport
+from ripresa.workers.transfer.base import Accept, ControlMessage
+
+TARGET = "worker_id"
+
+
+def direct(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """The handle with messages by gRPC between replicas: faster, and cancels always arrive."""
+    return handle.options(_by_reference=False)
+
+
+def require_target(own_id: str, worker_id: str) -> None:
+    """Refuse a call that was meant for another replica.
+
+    Raises:
+        Unreachable: that replica is gone.
+    """
+    if worker_id != own_id:
+        raise Unreachable(f"worker {worker_id} is gone; another worker can serve the request")
+
+
+@asynccontextmanager
+async def failures(what: str) -> AsyncGenerator[None]:
+    """Turns whatever a remote call raises into a RipresaError.
+
+    A RipresaError of the remote side is raised unchanged; everything else that Ray raises means
+    that the worker, or the way to it, is lost.
+
+    Raises:
+        RipresaError: the remote side's own error.
+        Unreachable: the call did not reach the worker, or the worker died.
+    """
+    try:
+        yield
+    except RipresaError as error:
+        raise getattr(error, "cause", error) from None
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RipresaError):
+            raise cause from None
+        raise Unreachable(f"{what} failed: {cause!r}") from error
+    except (ray.exceptions.RayError, RayServeException, ConnectionError) as error:
+        raise Unreachable(f"{what} is out of reach: {error}") from error
+
+
+class RemotePeer:
+    """The control way to a decode worker's inbound transfers; implements `Peer`."""
+
+    def __init__(self, handle: DeploymentHandle[Any], worker_id: str) -> None:
+        self._handle = direct(handle)
+        self._worker_id = worker_id
+
+    async def deliver(self, message: ControlMessage) -> Accept | None:
+        async with failures(f"decode worker {self._worker_id}"):
+            answer: Accept | None = await self._handle.deliver.remote(
+                message, **{TARGET: self._worker_id}
+            )
+            return answer
+
+
+def report_to(controller: DeploymentHandle[Any]) -> Callable[[WorkerReport], Awaitable[None]]:
+    """Delivers a worker's reports to the controller."""
+
+    async def send(report: WorkerReport) -> None:
+        async with failures("the controller"):
+            await controller.report.remote(report)
+
+    return send
+
+
+def own_identity() -> tuple[str, str]:
+    """This replica's worker id, new with every start of a process, and its node's id."""
+    replica_id = serve.get_replica_context().replica_id
+    return replica_id.unique_id, ray.get_runtime_context().get_node_id()

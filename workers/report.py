@@ -1,0 +1,77 @@
+"""What does a worker say about itself, and how often? Registration and load, as one message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ripresa.workers.engine import EngineStats
+from ripresa.workers.errors import RipresaError
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerKind(StrEnum):
+    ENCODER = "encoder"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's registration, renewed with every heartbeat.
+
+    Attributes:
+        worker_id: unique for ever; a restarted process has another one.
+        kind: what it does.
+        node_id, pid: where it runs.
+        num_parameters: model parameters it holds.
+        stats: load and work so far.
+        leaving: it takes no new work.
+    """
+
+    worker_id: str
+    kind: WorkerKind
+    node_id: str
+    pid: int
+    num_parameters: int
+    stats: EngineStats
+    leaving: bool = False
+
+
+class Heartbeat:
+    """Sends reports until it is stopped; the first one at once.
+
+    A report that cannot be delivered is logged and the next one tried: the receiver may restart,
+    and a worker goes on serving without it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], WorkerReport],
+        send: Callable[[WorkerReport], Awaitable[None]],
+        interval_s: float,
+    ) -> None:
+        self._make = make
+        self._send = send
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="heartbeat")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(10 * self._interval_s):
+                    await self._send(self._make())
+            except (RipresaError, TimeoutError) as error:
+                logger.warning("a report was not delivered: %s", error)
+            await asyncio.sleep(self._interval_s)

@@ -1,0 +1,86 @@
+"""What do both kinds of worker do at their start? Load a half, warm it up, prepare a transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import torch
+
+from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.model_runner import TorchModelRunner, load_runner
+from ripresa.workers.models.deepseek_v41.weights import Half
+from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
+from ripresa.workers.transfer.base import Transport
+from ripresa.workers.transfer.registry import choose_transport, create_transport
+from ripresa.workers.worker_settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+def model_folder(path: str) -> Path:
+    """The checkpoint folder that a `model.path` setting names; empty is the demo model.
+
+    Raises:
+        RipresaError: the demo model cannot be made.
+    """
+    return Path(path) if path else demo_checkpoint()
+
+
+async def start_runner(settings: WorkerSettings, half: Half) -> TorchModelRunner:
+    """Load one half of the model and run one step of it, without blocking the event loop.
+
+    Raises:
+        RipresaError: the checkpoint or its config is wrong.
+    """
+    torch.set_num_threads(settings.torch_threads)
+    return await asyncio.to_thread(_load, settings, half)
+
+
+def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
+    # The number of threads is a property of the calling thread's pool.
+    torch.set_num_threads(settings.torch_threads)
+    engine = settings.engine
+    runner = load_runner(
+        model_folder(settings.model_path),
+        half,
+        num_blocks=engine.num_blocks,
+        num_slots=engine.max_num_seqs,
+        numerics=engine.numerics,
+    )
+    _warm_up(runner, half)
+    logger.info(
+        "%s half: %d parameters, %.1f MB of KV memory",
+        half,
+        runner.weights.num_parameters,
+        runner.cache.num_bytes / 1e6,
+    )
+    return runner
+
+
+def _warm_up(runner: TorchModelRunner, half: Half) -> None:
+    """Run a prompt of one window and one more row, so that no request pays for first calls."""
+    window = runner.window
+    for start, stop in ((0, window), (window, window + 1)):
+        step = SequenceStep(
+            slot=0,
+            block_table=(0, min(1, runner.num_blocks - 1)),
+            token_ids=(0,) * (stop - start),
+            encoder_start=start,
+            decoder_start=start if half is Half.ALL else stop,
+            decoder_stop=stop,
+            return_logits=half is Half.ALL,
+        )
+        runner.execute(StepPlan(0, (step,)))
+    runner.release_slot(0)
+
+
+def start_transport(settings: WorkerSettings, device: torch.device) -> Transport:
+    """This worker's transport.
+
+    Raises:
+        ConfigError: the setting names no transport, or it cannot work here.
+    """
+    name = choose_transport(settings.transport, device, device)
+    return create_transport(name, settings.host, device, settings.lanes)
