@@ -23,8 +23,8 @@ from ripresa.kernels.window_attention.reference import WindowTiles
 LOG2E = 1.4426950408889634
 
 # exp2 of a difference of two finite numbers is never NaN: sinks of -inf and +inf (no sink, nothing
-# but sink) are brought here, far beyond any score.
-_SINK_LIMIT = 1e30
+# but sink) are brought to this limit, far beyond any score.
+KERNEL_CONSTANTS = {"LOG2E": LOG2E, "SINK_LIMIT": 1e30}
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 512
@@ -242,8 +242,7 @@ def window_attention(
         0 if pool is None else pool.stride(0),
         0 if slots is None else slots.stride(0),
         0 if slots is None else slots.stride(1),
-        SINK_LIMIT=_SINK_LIMIT,
-        LOG2E=LOG2E,
+        **KERNEL_CONSTANTS,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         HAS_POOL=pool is not None,

@@ -393,6 +393,7 @@ def test_the_checks_pass_on_the_whole_kernel() -> None:
         run_check(kernel.window_attention)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_broken_guard_is_noticed(
     guard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
