@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -218,41 +218,28 @@ def _unimplemented_handler(method: MethodDescriptor) -> Callable[[Message, Conte
     return handle
 
 
-def _call(request: Message | RipresaError, context: Context) -> AbstractAsyncContextManager[Call]:
-    remaining_s: float | None = context.time_remaining()
-    own_id = request.options.request_id if isinstance(request, pb.GenerateRequest) else ""
-    deadline = None if remaining_s is None else time.time() + remaining_s
-    call = Call(own_id or uuid.uuid4().hex, deadline)
-    return _with_statuses(request, context, call, remaining_s)
-
-
 @asynccontextmanager
-async def _with_statuses(
-    request: Message | RipresaError, context: Context, call: Call, remaining_s: float | None
-) -> AsyncGenerator[Call]:
-    """Runs a call's body; whatever it raises becomes a status, logged where it is our fault."""
+async def _call(request: Message | RipresaError, context: Context) -> AsyncGenerator[Call]:
+    """Runs a call's body; whatever it raises becomes a status, logged where it is our fault.
+
+    gRPC itself cancels the body when the client cancels or vanishes and when the deadline passes.
+    """
+    remaining_s: float | None = context.time_remaining()
+    deadline = None if remaining_s is None else time.time() + remaining_s
+    own_id = request.options.request_id if isinstance(request, pb.GenerateRequest) else ""
+    call = Call(own_id or uuid.uuid4().hex, deadline)
     try:
-        async with asyncio.timeout(remaining_s) as timeout:
-            if isinstance(request, RipresaError):
-                raise request
-            yield call
+        if isinstance(request, RipresaError):
+            raise request
+        yield call
     except RipresaError as error:
         if error.code is ErrorCode.INTERNAL:
             log.error("request %s failed", call.request_id, exc_info=error)
         await status.abort(context, error, call.request_id)
-    except TimeoutError as error:
-        if not timeout.expired():
-            await _abort_internal(context, error, call)
-        late = RipresaError(ErrorCode.DEADLINE_EXCEEDED, "the call's deadline passed")
-        await status.abort(context, late, call.request_id)
-    except Exception as error:  # noqa: BLE001 - the last boundary: logged, answered, not hidden
-        await _abort_internal(context, error, call)
-
-
-async def _abort_internal(context: Context, error: Exception, call: Call) -> None:
-    log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
-    text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
-    await status.abort(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+    except Exception as error:
+        log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
+        text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
+        await status.abort(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
 
 
 def _address(host: str, port: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Never
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -122,11 +123,17 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
 
 
 async def abort(
-    context: grpc.aio.ServicerContext[object, object], error: RipresaError, request_id: str
-) -> None:
-    """End a call with the error's status and details. Does not return: gRPC raises."""
+    context: grpc.aio.ServicerContext[Any, Any], error: RipresaError, request_id: str
+) -> Never:
+    """End a call with the error's status and details; gRPC does so by raising.
+
+    The retry hint is also given in gRPC's own terms, so that a client's retry policy, which sees
+    codes alone, neither repeats a request that was aborted nor comes back too early.
+    """
     status = rpc_status.to_status(to_rpc_status(error, request_id))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    pushback_ms = -1 if error.retry_after_s is None else round(1000 * error.retry_after_s)
+    pushback = (("grpc-retry-pushback-ms", str(pushback_ms)),)
+    await context.abort(status.code, status.details, (*status.trailing_metadata, *pushback))
 
 
 def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, object]]:

@@ -39,6 +39,7 @@ class Tokenizer:
         try:
             spec: dict[str, Any] = json.loads(raw)
             self._bytes_of = _token_bytes(spec)
+            self._max_token_bytes = max(map(len, self._bytes_of.values()))
             self._plain = TokenizerModel.from_str(json.dumps(_without_added_tokens(spec)))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
@@ -47,6 +48,10 @@ class Tokenizer:
     def num_ids(self) -> int:
         """One more than the highest id that has a spelling."""
         return max(self._bytes_of) + 1
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of `len(encode(text))` that costs almost nothing."""
+        return -(-len(text.encode()) // self._max_token_bytes)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids

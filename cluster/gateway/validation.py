@@ -64,16 +64,6 @@ def read_prompt(
     _check_options(request.options)
     token_ids = _read_input(request, model, tokenizer)
     room = model.max_model_len - len(token_ids)
-    if room < 1:
-        field = request.WhichOneof("input") or "input"
-        raise RequestError(
-            ErrorCode.INVALID_ARGUMENT,
-            "CONTEXT_LENGTH_EXCEEDED",
-            f"the prompt has {len(token_ids)} tokens; with at least one token to generate, "
-            f"the model's context of {model.max_model_len} allows {model.max_model_len - 1}",
-            field=field,
-            metadata=_lengths(model, len(token_ids)),
-        )
     return PromptRequest(
         request_id=request_id,
         token_ids=token_ids,
@@ -95,6 +85,8 @@ def check_model(asked: str, model: ServedModel, field: str) -> None:
 
 
 def check_token_ids(token_ids: tuple[int, ...], model: ServedModel, field: str) -> None:
+    if max(token_ids, default=0) < model.vocab_size:
+        return
     for index, token_id in enumerate(token_ids):
         if token_id >= model.vocab_size:
             raise InvalidArgument(
@@ -115,15 +107,31 @@ def _read_input(
     if which is None:
         raise InvalidArgument("input", "give the prompt as `text` or as `token_ids`")
     if which == "text":
-        token_ids = tuple(tokenizer.encode(request.text))
         field = "text"
+        # A text that cannot fit costs no tokenization.
+        _check_length(tokenizer.least_tokens(request.text), model, field, "at least ")
+        token_ids = tuple(tokenizer.encode(request.text))
+        _check_length(len(token_ids), model, field)
     else:
-        token_ids = tuple(request.token_ids.ids)
         field = "token_ids.ids"
+        token_ids = tuple(request.token_ids.ids)
+        _check_length(len(token_ids), model, field)
         check_token_ids(token_ids, model, field)
     if not token_ids:
         raise InvalidArgument(field, "the prompt is empty; it needs at least one token")
     return token_ids
+
+
+def _check_length(num_tokens: int, model: ServedModel, field: str, about: str = "") -> None:
+    if num_tokens >= model.max_model_len:
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT,
+            "CONTEXT_LENGTH_EXCEEDED",
+            f"the prompt has {about}{num_tokens} tokens; with at least one token to generate, "
+            f"the model's context of {model.max_model_len} allows {model.max_model_len - 1}",
+            field=field,
+            metadata=_lengths(model, num_tokens),
+        )
 
 
 def _check_options(options: pb.RequestOptions) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gateway_thread import GatewayThread, gateway_thread
 from tokenizers import Tokenizer as TokenizerModel
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -46,3 +48,9 @@ def model(tokenizer: Tokenizer) -> ServedModel:
         eos_token_id=1,
         weights_digest="ab12",
     )
+
+
+@pytest.fixture
+def gateway(model: ServedModel, tokenizer: Tokenizer) -> Iterator[GatewayThread]:
+    with gateway_thread(model, tokenizer) as running:
+        yield running

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from in_process_router import InProcessRouter
+from gateway_thread import GatewayThread
 
 from ripresa.cluster.cli import FAILED, MISUSED, cli
-from ripresa.cluster.gateway.grpc_server import GrpcServer
-from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import ServedModel
-from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers.errors import Unavailable
 
 
@@ -99,36 +90,7 @@ def test_verify_golden_fails_on_a_folder_that_is_none(tmp_path: Path) -> None:
     assert ripresa("verify", "golden").exit_code == MISUSED
 
 
-@dataclass
-class Gateway:
-    """A gateway on a thread of its own, for a blocking client."""
-
-    address: str
-    router: InProcessRouter
-
-
-@pytest.fixture
-def gateway(model: ServedModel, tokenizer: Tokenizer) -> Iterator[Gateway]:
-    started: Future[Gateway] = Future()
-    over = threading.Event()
-
-    async def serve() -> None:
-        router = InProcessRouter()
-        service = InferenceService(router, model, tokenizer, GatewayMetrics())
-        server = GrpcServer(service, host="127.0.0.1", port=0, drain_notice_s=0)
-        await server.start()
-        started.set_result(Gateway(f"127.0.0.1:{server.port}", router))
-        await asyncio.to_thread(over.wait)
-        await server.stop(0)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    yield started.result(30)
-    over.set()
-    thread.join()
-
-
-def test_generate_streams_text(gateway: Gateway, tokenizer: Tokenizer) -> None:
+def test_generate_streams_text(gateway: GatewayThread, tokenizer: Tokenizer) -> None:
     gateway.router.script = tuple(tokenizer.encode("日本 ok "))
     count = str(len(gateway.router.script))
     result = ripresa(
@@ -144,7 +106,7 @@ def test_generate_streams_text(gateway: Gateway, tokenizer: Tokenizer) -> None:
     assert prompt.sampling.temperature == 0
 
 
-def test_generate_prints_json_events(gateway: Gateway) -> None:
+def test_generate_prints_json_events(gateway: GatewayThread) -> None:
     result = ripresa(
         *("generate", "--address", gateway.address, "--token-ids", "0,40,9", "--json"),
         *("--max-tokens", "2", "--stop-token-id", "41", "--ignore-eos"),
@@ -156,7 +118,7 @@ def test_generate_prints_json_events(gateway: Gateway) -> None:
     assert gateway.router.seen[0].token_ids == (0, 40, 9)
 
 
-def test_generate_reads_stdin(gateway: Gateway, tokenizer: Tokenizer) -> None:
+def test_generate_reads_stdin(gateway: GatewayThread, tokenizer: Tokenizer) -> None:
     arguments = ("generate", "--address", gateway.address, "--max-tokens", "1")
     assert ripresa(*arguments, "--prompt-file", "-", stdin="héllo\n").exit_code == 0
     assert tokenizer.decode(gateway.router.seen[0].token_ids) == "héllo\n"
@@ -177,7 +139,7 @@ def test_generate_reads_stdin(gateway: Gateway, tokenizer: Tokenizer) -> None:
     ],
 )
 def test_generate_refuses(
-    gateway: Gateway, arguments: tuple[str, ...], stdin: bytes | None, words: str
+    gateway: GatewayThread, arguments: tuple[str, ...], stdin: bytes | None, words: str
 ) -> None:
     result = ripresa("generate", "--address", gateway.address, *arguments, stdin=stdin)
     assert result.exit_code == MISUSED
@@ -185,7 +147,7 @@ def test_generate_refuses(
     assert gateway.router.seen == []
 
 
-def test_generate_tells_a_failure(gateway: Gateway) -> None:
+def test_generate_tells_a_failure(gateway: GatewayThread) -> None:
     gateway.router.failure = Unavailable("the decode worker died")
     result = ripresa("generate", "--address", gateway.address, "--prompt", "a")
     assert result.exit_code == FAILED

@@ -1,4 +1,4 @@
-"""How does a blocking client meet a gateway in a test? A gateway on a thread and loop of its own."""
+"""How does a blocking client meet a gateway in a test? One on a thread and loop of its own."""
 
 from __future__ import annotations
 

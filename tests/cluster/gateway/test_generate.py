@@ -9,7 +9,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.service import Call, InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import Unavailable
@@ -147,6 +147,14 @@ async def test_client_cancel_closes_the_router(stub: Any, router: Any, service: 
     assert value(service, "ripresa_request_failure_total", code="CANCELLED") == 1
 
 
+async def test_closing_a_stream_closes_the_router_at_once(service: Any, router: Any) -> None:
+    stream = service.generate(ask(max_tokens=9), Call("r"))
+    assert (await anext(stream)).HasField("started")
+    assert router.open == {"r"}
+    await stream.aclose()
+    assert (router.open, service.num_running) == (set(), 0)
+
+
 async def test_a_lost_connection_closes_the_router(server: Any, router: Any) -> None:
     from ripresa.protos import ripresa_pb2_grpc
 
@@ -164,7 +172,7 @@ async def test_a_deadline_reaches_the_router_and_ends_the_stream(
 ) -> None:
     router.hold.clear()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(stub.Generate(ask(max_tokens=9), timeout=0.3))
+        await collect(stub.Generate(ask(max_tokens=9), timeout=1.0))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(router.all_closed.wait(), 10)
     assert router.seen[0].deadline is not None

@@ -7,22 +7,27 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerModel
 
+import ripresa.workers.demo
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.workers.errors import CheckpointError, InvalidArgument
+
+DEMO = Path(ripresa.workers.demo.__file__).parent / "tokenizer.json"
 
 SPELLINGS = ["<think>", "<｜User｜>", "<｜end▁of▁sentence｜>", " ", "日本", "é", "🦊", "\n"]
 TEXTS = st.lists(st.text() | st.sampled_from(SPELLINGS)).map("".join)
 
 
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_typed_special_tokens_stay_text(tokenizer: Tokenizer, text: str) -> None:
     assert not set(tokenizer.encode(text)) & {0, 1, 2, 3}
@@ -32,6 +37,7 @@ def test_special_ids_decode_to_their_spelling(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([2, 3]) == "<｜User｜><think>"
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(4, 319)))
 def test_decode_agrees_with_the_library(
     tokenizer: Tokenizer, tokenizer_path: Path, ids: list[int]
@@ -41,6 +47,7 @@ def test_decode_agrees_with_the_library(
     assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=False)
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 255 + 4)), cuts=st.lists(st.integers(0, 40)))
 def test_streamed_pieces_concatenate_to_the_whole(
     tokenizer: Tokenizer, ids: list[int], cuts: list[int]
@@ -93,3 +100,22 @@ def test_an_unusable_file_is_refused(tokenizer_path: Path, tmp_path: Path, spoil
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer .*gone"):
         Tokenizer(tmp_path / "gone")
+
+
+@settings(deadline=None)
+@given(text=TEXTS)
+def test_the_lower_bound_holds(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_the_bundled_tokenizer() -> None:
+    demo, library = Tokenizer(DEMO), TokenizerModel.from_file(str(DEMO))
+    typed = "<｜User｜>read the file<｜Assistant｜></think> 日本 🦊\n\n  12"
+    assert demo.decode(demo.encode(typed)) == typed
+    special = library.token_to_id("<｜User｜>")
+    assert special in library.encode(typed, add_special_tokens=False).ids
+    assert special not in demo.encode(typed)
+    everything = list(range(demo.num_ids))
+    assert demo.decode(everything) == library.decode(everything, skip_special_tokens=False)
+    plain = "Plain text, as it stands: café, 3 + 4 = 7."
+    assert demo.encode(plain) == library.encode(plain, add_special_tokens=False).ids
