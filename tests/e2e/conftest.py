@@ -1,0 +1,98 @@
+"""Which clusters do end-to-end tests share? One at a time, kept while modules want the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from reference_engine import ReferenceEngine
+from served_cluster import ServedCluster, served_cluster
+
+from ripresa.cluster.config import DEMO_MODEL
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+
+DETERMINISTIC = "numerics=deterministic"
+SPLIT = (
+    DETERMINISTIC,
+    "encoders.replicas=2",
+    "decoders.replicas=2",
+    # Small steps: a prompt of thousands of tokens can be caught in the middle.
+    "encoders.max_batched_tokens=256",
+    "encoders.num_blocks=320",
+    "decoders.num_blocks=320",
+    "transfer.max_section_blocks=2",
+)
+WITHOUT_ENCODERS = (
+    DETERMINISTIC,
+    "encoders.replicas=0",
+    "decoders.replicas=1",
+    "decoders.num_blocks=320",
+    "gateway.replicas=2",
+)
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.cluster)
+
+
+Clusters = Callable[[tuple[str, ...]], ServedCluster]
+
+
+@pytest.fixture(scope="session")
+def clusters() -> Iterator[Clusters]:
+    """Gives the running cluster if it has these settings; else stops it and starts such a one."""
+    running: dict[tuple[str, ...], ServedCluster] = {}
+    with ExitStack() as stack:
+
+        def give(settings: tuple[str, ...]) -> ServedCluster:
+            if settings not in running:
+                stack.close()
+                running.clear()
+                running[settings] = stack.enter_context(served_cluster(*settings))
+            return running[settings]
+
+        yield give
+
+
+@pytest.fixture(scope="module")
+def split(clusters: Clusters) -> ServedCluster:
+    """Two encoder workers and two decode workers behind one gateway."""
+    cluster = clusters(SPLIT)
+    cluster.wait_until_whole()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def without_encoders(clusters: Clusters) -> ServedCluster:
+    """One decode worker that prefills by itself, behind two gateways that share a port."""
+    return clusters(WITHOUT_ENCODERS)
+
+
+@pytest.fixture(scope="session")
+def reference() -> ReferenceEngine:
+    """The in-process engine, deterministic."""
+    return ReferenceEngine()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO_MODEL / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def agent_prompt(repository: Path) -> str:
+    """A whole prompt of a coding agent, 2,989 tokens of the demo model."""
+    call = json.loads((repository / "tests" / "data" / "miniswe_call.json").read_text())
+    return str(call["input"])
+
+
+@pytest.fixture(scope="session")
+def agent_tokens(agent_prompt: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(agent_prompt))

@@ -1,0 +1,91 @@
+"""What would one process answer? The in-process engine that clusters are compared with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.model_runner import load_runner
+from ripresa.workers.models.deepseek_v41.weights import Half
+from ripresa.workers.replay import TailVariant, cold_recipe
+from ripresa.workers.request import Failed, GenerationRequest, SamplingParams, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request, hashable, as tests ask it of an engine and of a cluster."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int = 8
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    tail: TailVariant = TailVariant.FLOORED
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            ignore_eos=True,
+        )
+
+
+class ReferenceEngine:
+    """The whole demo model in this process; answers one question after the other, from memory if
+    it was asked before."""
+
+    def __init__(self, numerics: Numerics = Numerics.DETERMINISTIC) -> None:
+        self.config = EngineConfig(max_num_seqs=16, num_blocks=256, numerics=numerics)
+        self.runner = load_runner(
+            demo_checkpoint(),
+            Half.ALL,
+            num_blocks=self.config.num_blocks,
+            num_slots=self.config.max_num_seqs,
+            numerics=numerics,
+        )
+        self._answers: dict[Question, tuple[int, ...]] = {}
+
+    def answer(self, question: Question) -> tuple[int, ...]:
+        """The tokens of a solo run."""
+        if question not in self._answers:
+            self._answers[question] = asyncio.run(self._run(question))
+        return self._answers[question]
+
+    async def _run(self, question: Question) -> tuple[int, ...]:
+        engine = DecodeEngine("reference", self.runner, self.config)
+        await engine.start()
+        try:
+            return await stream_tokens(engine, self.runner.window, question)
+        finally:
+            await engine.stop()
+
+
+async def stream_tokens(
+    engine: DecodeEngine, window: int, question: Question, request_id: str = "reference"
+) -> tuple[int, ...]:
+    """Ask a running engine; the prompt is prefilled where it decodes."""
+    num_tokens = len(question.token_ids)
+    request = GenerationRequest(
+        request_id=request_id,
+        generation=0,
+        token_ids=question.token_ids,
+        num_prompt_tokens=num_tokens,
+        recipe=cold_recipe(num_tokens, window, question.tail, question.seed),
+        sampling=question.sampling,
+    )
+    tokens: list[int] = []
+    async for event in engine.generate(request, local=True):
+        match event:
+            case Tokens():
+                tokens += event.token_ids
+            case Failed():
+                raise event.error
+    return tuple(tokens)

@@ -1,0 +1,324 @@
+"""How do tests run a whole cluster, ask it over gRPC, and look into its workers from outside?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+# Explicit, whatever the user's own Ray is set to; before Ray is imported.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+
+import grpc
+import ray
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from prometheus_client.parser import text_string_to_metric_families
+from reference_engine import Question
+
+from ripresa.cluster.app import APP_NAME, DECODER, ENCODER, GATEWAY, LocalCluster, local_cluster
+from ripresa.cluster.config import load_config
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.workers.errors import RipresaError
+from ripresa.workers.report import WorkerKind, WorkerReport
+
+T = TypeVar("T")
+
+POLL_S = 0.05
+CONTROLLER = "Controller"
+
+
+def eventually(check: Callable[[], T], within_s: float = 60.0) -> T:
+    """The check's result, as soon as it raises no AssertionError; its last one after `within_s`."""
+    give_up_at = time.monotonic() + within_s
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > give_up_at:
+                raise
+        time.sleep(POLL_S)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@dataclass
+class Answer:
+    """What a stream said, and how it ended; `code` is OK after `completed`."""
+
+    started: pb.Started | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: pb.Finished | None = None
+    completed: pb.Completed | None = None
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    details: str = ""
+    field: str = ""
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of a stream that must have completed."""
+        assert self.code is grpc.StatusCode.OK, f"{self.code}: {self.details}"
+        return tuple(self.token_ids)
+
+
+class Stream:
+    """One open Generate call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._opened = time.monotonic()
+        self.answer = Answer()
+
+    def read(self, num_tokens: int = 1) -> None:
+        """Read on until `started` came and `num_tokens` more tokens did, or the stream's end."""
+        enough = len(self.answer.token_ids) + num_tokens
+        while self.answer.started is None or len(self.answer.token_ids) < enough:
+            if not self._next():
+                return
+
+    def end(self) -> Answer:
+        """Read to the end."""
+        while self._next():
+            pass
+        return self.answer
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def _next(self) -> bool:
+        answer = self.answer
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            answer.code, answer.details = error.code(), error.details() or ""
+            answer.field = _field(error)
+            answer.seconds = time.monotonic() - self._opened
+            return False
+        if response is None:
+            assert answer.completed is not None, "the stream ended early, with status OK"
+            answer.code = grpc.StatusCode.OK
+            answer.seconds = time.monotonic() - self._opened
+            return False
+        assert answer.completed is None, "something follows `completed`"
+        match response.WhichOneof("event"):
+            case "started":
+                assert answer.started is None
+                answer.started = response.started
+            case "delta":
+                answer.token_ids += response.delta.token_ids
+                answer.text += response.delta.text
+            case "finished":
+                answer.finished = response.finished
+            case "completed":
+                answer.completed = response.completed
+        return True
+
+
+def generate_request(question: Question, request_id: str = "") -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=question.token_ids), return_token_ids=True
+    )
+    sampling = request.sampling
+    sampling.max_tokens = question.max_tokens
+    sampling.temperature = question.temperature
+    sampling.top_p = question.top_p
+    sampling.seed = question.seed
+    sampling.ignore_eos = True
+    if question.top_k is not None:
+        sampling.top_k = question.top_k
+    request.options.request_id = request_id
+    request.options.cache_policy.tail = pb.TailVariant.Value(f"TAIL_VARIANT_{question.tail.name}")
+    return request
+
+
+class ServedCluster:
+    """A running cluster with a plain client: no retries hide what the gateway answers."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.config = cluster.config
+        self.address = cluster.grpc_address
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub = InferenceStub(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def open(
+        self,
+        question: Question | pb.GenerateRequest,
+        *,
+        request_id: str = "",
+        timeout_s: float = 200,
+        stub: InferenceStub | None = None,
+    ) -> Stream:
+        """Send a request."""
+        if isinstance(question, Question):
+            question = generate_request(question, request_id)
+        call = (stub or self.stub).Generate(question, timeout=timeout_s, wait_for_ready=True)
+        return Stream(call)
+
+    def ask(self, question: Question | pb.GenerateRequest, **options: Any) -> Answer:
+        """Send a request and read the whole stream."""
+        return self.open(question, **options).end()
+
+    def listed(self) -> dict[str, WorkerReport]:
+        """What gateways know of workers now: each worker's last heartbeat."""
+        reports = self.cluster.handle(CONTROLLER).workers.remote().result(timeout_s=30)
+        return {report.worker_id: report for report in reports}
+
+    def workers(self, kind: WorkerKind | None = None) -> dict[str, WorkerReport]:
+        """The workers' own reports, made for this question."""
+        return {
+            worker_id: self.report(worker)
+            for worker_id, worker in self.listed().items()
+            if kind in (None, worker.kind)
+        }
+
+    def report(self, worker: WorkerReport) -> WorkerReport:
+        """A worker's report, now. AssertionError if it is gone."""
+        report: WorkerReport = self._call(worker, "report")
+        return report
+
+    def wait_until_whole(self, within_s: float = 120.0) -> None:
+        """Every replica of the configuration is there and listed."""
+        wanted = (self.config.encoders.replicas, self.config.decoders.replicas)
+
+        def check() -> None:
+            kinds = [report.kind for report in self.workers().values()]
+            assert (kinds.count(WorkerKind.ENCODER), kinds.count(WorkerKind.DECODE)) == wanted
+
+        eventually(check, within_s)
+
+    def assert_idle(self, within_s: float = 30.0) -> None:
+        """Nothing is left of any request: on workers, on lanes, in the gateway."""
+        eventually(self._check_idle, within_s)
+
+    def _check_idle(self) -> None:
+        workers = self.workers()
+        assert workers
+        for worker in workers.values():
+            stats = worker.stats
+            assert (stats.num_running, stats.num_waiting) == (0, 0), worker
+            assert stats.num_free_blocks == stats.num_blocks, worker
+            self._call(worker, "check_integrity")
+        try:
+            self.cluster.handle(GATEWAY).check_integrity.remote().result(timeout_s=30)
+        except RipresaError as error:
+            raise AssertionError(str(error)) from error
+        metrics = self.metrics()
+        assert metrics["ripresa_num_requests_running"] == 0
+        assert metrics["ripresa_num_requests_waiting"] == 0
+
+    def _call(self, worker: WorkerReport, method: str) -> Any:
+        name = ENCODER if worker.kind is WorkerKind.ENCODER else DECODER
+        bound = getattr(self.cluster.handle(name), method)
+        try:
+            return bound.remote(worker_id=worker.worker_id).result(timeout_s=30)
+        except (RipresaError, ray.exceptions.RayError, TimeoutError) as error:
+            raise AssertionError(f"{worker.worker_id}: {error}") from error
+
+    def metrics(self) -> dict[str, float]:
+        """One gateway's series without labels, and sums over labels, by sample name."""
+        url = f"http://{self.cluster.http_address}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as response:
+            text = response.read().decode()
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not sample.name.endswith("_bucket"):
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+    def rows(self) -> tuple[int, int]:
+        """Encoder and decoder rows that all workers together have computed so far."""
+        stats = [worker.stats for worker in self.workers().values()]
+        return sum(s.num_encoder_rows for s in stats), sum(s.num_decoder_rows for s in stats)
+
+    def kill_replicas(self, deployment: str) -> None:
+        """End the processes of a deployment as a crash would; Serve starts new ones."""
+        prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#"
+        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+        replicas = [name for name in names if name.startswith(prefix)]
+        assert replicas, f"no replica of {deployment} among {names}"
+        for name in replicas:
+            ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+
+
+def kill(worker: WorkerReport) -> None:
+    """SIGKILL to a worker's process."""
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+@contextmanager
+def stopped(worker: WorkerReport) -> Iterator[None]:
+    """A worker's process makes no progress and does not die; the way a stuck machine looks."""
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        try:
+            os.kill(worker.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return  # Serve has replaced it
+
+
+@contextmanager
+def served_cluster(*settings: str) -> Iterator[ServedCluster]:
+    """A cluster of its own: folder, ports and processes; `settings` as for `--set`."""
+    temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
+    grpc_port, http_port, dashboard_port, metrics_port = free_ports(4)
+    config = load_config(
+        None,
+        [
+            f"gateway.grpc_port={grpc_port}",
+            f"gateway.http_port={http_port}",
+            f"ray.dashboard_port={dashboard_port}",
+            f"ray.metrics_export_port={metrics_port}",
+            f"ray.temp_dir={temp_dir}",
+            f"ray.object_store_memory={80 << 20}",
+            "ray.num_cpus=8",
+            *settings,
+        ],
+    )
+    try:
+        with local_cluster(config) as cluster:
+            served = ServedCluster(cluster)
+            try:
+                served.wait_until_whole()
+                yield served
+            finally:
+                served.close()
+    finally:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _field(error: grpc.RpcError) -> str:
+    """The field that a rich status names."""
+    status = rpc_status.from_call(error)
+    for packed in status.details if status is not None else ():
+        bad = error_details_pb2.BadRequest()
+        if packed.Unpack(bad) and bad.field_violations:
+            return str(bad.field_violations[0].field)
+    return ""
