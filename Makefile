@@ -42,6 +42,7 @@ test: $(INSTALLED)  ## Fast tests: no cluster, no compile sweeps (under 15 minut
 
 test-ci: $(INSTALLED)  ## Tests that start clusters or take long histories (under 40 minutes).
 	$(COMPILE) $(PYTEST) -m "$(CI)" $(WITHOUT_KERNELS)
+	$(COMPILE) $(PYTEST) -m "$(CI)" tests/kernels_compile
 
 test-long: $(INSTALLED) $(PROMETHEUS) $(KUBECTL)  ## Tests that need minutes or Debian packages.
 	$(COMPILE) $(PYTEST) -m "$(LONG)" $(WITHOUT_KERNELS)
@@ -78,7 +79,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@touch $(INSTALLING)
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@rm $(INSTALLING)
+	@rm -f $(INSTALLING)
 	@touch $@
 
 # Unpacked, not installed: no root is needed and nothing is started.

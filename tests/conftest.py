@@ -8,10 +8,15 @@ from pathlib import Path
 # Before torch is imported here, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Examples take the time that a shared machine gives them; a test's own limit is pytest's.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from ripresa.cluster.config import load_config
 
 Document = dict[str, Any]
 MistakesOf = Callable[[Document], list[str]]
@@ -182,7 +186,7 @@ def test_image_is_of_this_version(repository: Path, service: Document) -> None:
     }
 
 
-def test_clients_reach_http_and_grpc(service: Document) -> None:
+def test_clients_reach_http_and_grpc(k8s: Path, service: Document) -> None:
     """The operator adds only ports called serve or serve-* to the service for clients."""
     (container,) = worker(service)["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -192,6 +196,24 @@ def test_clients_reach_http_and_grpc(service: Document) -> None:
     }
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     assert ports["serve"] == serve["http_options"]["port"]
+    gateway = load_config(k8s / "config.yaml").gateway
+    assert ports["serve-grpc"] == gateway.grpc_port
+    assert gateway.grpc_host == serve["http_options"]["host"] == "0.0.0.0"
+
+
+def test_streams_may_end_before_the_pod_does(k8s: Path, service: Document) -> None:
+    gateway = load_config(k8s / "config.yaml").gateway
+    assert (
+        gateway.drain_grace_s < worker(service)["template"]["spec"]["terminationGracePeriodSeconds"]
+    )
+
+
+def test_serve_can_build_the_application(service: Document) -> None:
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, name = application["import_path"].split(":")
+    builder = getattr(importlib.import_module(module), name)
+    (arguments,) = typing.get_type_hints(builder).keys() - {"return"}
+    typing.get_type_hints(builder)[arguments].model_validate(application["args"])
 
 
 def test_scraped_ports_and_labels_exist(k8s: Path, service: Document) -> None:

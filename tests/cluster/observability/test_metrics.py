@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from ripresa.cluster.observability.metrics import SERIES, GatewayMetrics, Kind, RequestRecord
+from ripresa.cluster.observability.metrics import (
+    SERIES,
+    GatewayMetrics,
+    Kind,
+    RequestRecord,
+    RequestState,
+)
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.request import FinishReason, WorkCounters
 
@@ -169,22 +176,18 @@ def test_two_gateways_of_one_process_do_not_mix(metrics: GatewayMetrics) -> None
     ),
     st.randoms(use_true_random=False),
 )
-def test_gauges_return_to_zero_whatever_happens(steps: list[list[str]], random: object) -> None:
+def test_gauges_return_to_zero_whatever_happens(steps: list[list[str]], random: Random) -> None:
     metrics = GatewayMetrics()
     open_requests = [(metrics.request_started(1), iter(names)) for names in steps]
     while open_requests:
-        index = random.randrange(len(open_requests))  # type: ignore[attr-defined]
+        index = random.randrange(len(open_requests))
         request, names = open_requests[index]
         if not take_step(request, names):
             request.failed(ErrorCode.UNAVAILABLE)
             del open_requests[index]
-        read = samples(metrics)
-        waiting, running = (
-            read[f"ripresa_num_requests_{state}",] for state in ("waiting", "running")
-        )
-        assert waiting >= 0
-        assert running >= 0
-        assert waiting + running == len(open_requests)
+        for state in (RequestState.WAITING, RequestState.RUNNING):
+            counted = metrics.registry.get_sample_value(f"ripresa_num_requests_{state}")
+            assert counted == sum(request.state is state for request, _ in open_requests)
     assert samples(metrics)["ripresa_request_failure_total", "UNAVAILABLE"] == len(steps)
 
 

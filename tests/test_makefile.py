@@ -1,0 +1,64 @@
+"""Does each test run in exactly one tier, and does the Makefile say what it can do?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+MARKERS = ("cluster", "slow", "long")
+KERNEL_FOLDERS = ("tests/kernels_interp", "tests/kernels_compile")
+
+
+def dry_run(repository: Path, target: str) -> str:
+    """The commands that a target would run, its installation taken as done."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--assume-old=.venv/.installed", target],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expressions(repository: Path, target: str) -> set[str]:
+    return set(re.findall(r'pytest -m "([^"]+)"', dry_run(repository, target)))
+
+
+@pytest.mark.parametrize("marked", [*product([False, True], repeat=len(MARKERS))])
+def test_tiers_neither_overlap_nor_leave_a_gap(repository: Path, marked: tuple[bool, ...]) -> None:
+    chosen = []
+    for target in ("test", "test-ci", "test-long"):
+        (expression,) = expressions(repository, target)
+        if eval(expression, {}, dict(zip(MARKERS, marked, strict=True))):
+            chosen.append(target)
+    assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_kernel_folders_run_in_processes_of_their_own(repository: Path, folder: str) -> None:
+    """A folder without slow tests is left out of test-ci, where pytest would find no test."""
+    has_slow = any("mark.slow" in path.read_text() for path in (repository / folder).glob("*.py"))
+    for target, wanted in (("test", True), ("test-ci", has_slow)):
+        commands = [line for line in dry_run(repository, target).splitlines() if "pytest" in line]
+        own = [line for line in commands if line.endswith(f" {folder}")]
+        assert len(own) == int(wanted), (target, folder)
+        for line in own:
+            interprets = "TRITON_INTERPRET=1" in line
+            assert interprets == (folder == "tests/kernels_interp")
+        for line in commands:
+            assert line in own or f"--ignore={folder}" in line or folder not in line
+
+
+def test_help_lists_every_target(repository: Path) -> None:
+    makefile = (repository / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    shown = subprocess.run(
+        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert {line.split()[0] for line in shown.splitlines()} == set(phony.split())
