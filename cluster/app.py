@@ -7,15 +7,15 @@ Controller ◀── DecodeWorker ◀── EncoderWorker
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
-import grpc
 import ray
 from pydantic import BaseModel
 from ray import serve
@@ -25,11 +25,11 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.cluster.config import ClusterConfig, check_against_model, load_config
 from ripresa.cluster.controller import Controller
+from ripresa.cluster.gateway.client import Began, Client, Ended, Piece
 from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
 from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.progress import progress
-from ripresa.protos import ripresa_pb2 as pb
-from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.cluster.routing.handles import TargetRouter
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_worker import DecodeWorker
 from ripresa.workers.encoder_worker import EncoderWorker
@@ -46,7 +46,7 @@ WORKER_LEASE_S = 3.0
 MAX_ONGOING_CALLS = 10_000
 """Admission is the gateway's and the engines' business, not Serve's."""
 
-_TARGETED = RequestRouterConfig(request_router_class="ripresa.cluster.routing.handles:TargetRouter")
+_TARGETED = RequestRouterConfig(request_router_class=cast(Any, TargetRouter))
 
 
 def build_app(config: ClusterConfig) -> Application:
@@ -143,7 +143,7 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
         include_dashboard=None if ray_settings.address else ray_settings.dashboard,
         log_to_driver=False,
         configure_logging=True,
-        logging_level="warning",
+        logging_level=logging.WARNING,
         **_local_options(config),
     )
     try:
@@ -228,22 +228,21 @@ def run_demo(config: ClusterConfig) -> None:
 
 
 def _stream_demo(address: str) -> None:
-    request = pb.GenerateRequest(text=DEMO_PROMPT)
-    request.sampling.max_tokens = DEMO_TOKENS
-    request.sampling.temperature = 0.0
     click.echo(f"\n> {DEMO_PROMPT}")
-    with grpc.insecure_channel(address) as channel:
-        stream = InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=120)
-        for response in stream:
-            match response.WhichOneof("event"):
-                case "delta":
-                    click.echo(response.delta.text, nl=False)
-                case "completed":
-                    usage, timings = response.completed.usage, response.completed.timings
-                    first = timings.time_to_first_token.ToTimedelta().total_seconds()
+    sampling = {"max_tokens": DEMO_TOKENS, "temperature": 0.0}
+    began: Began | None = None
+    with Client(address) as client:
+        client.wait_until_connected(30)
+        for answer in client.generate(DEMO_PROMPT, sampling=sampling, timeout_s=120):
+            match answer:
+                case Began():
+                    began = answer
+                case Piece():
+                    click.echo(answer.text, nl=False)
+                case Ended() if began is not None:
                     click.echo(
-                        f"\n\n{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
-                        f"generated, first one after {1000 * first:.0f} ms"
+                        f"\n\n{began.prompt_tokens} prompt tokens, {answer.completion_tokens} "
+                        f"generated, first one after {1000 * answer.time_to_first_token_s:.0f} ms"
                     )
 
 
@@ -251,7 +250,6 @@ def _deploy(
     cls: Any, replicas: int, *, targeted: bool = False, shutdown_s: float = 20.0
 ) -> Deployment:
     return serve.deployment(
-        cls,
         name=cls.__name__,
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING_CALLS,
@@ -261,7 +259,7 @@ def _deploy(
         health_check_period_s=2,
         health_check_timeout_s=10,
         request_router_config=_TARGETED if targeted else RequestRouterConfig(),
-    )
+    )(cls)
 
 
 def _worker(config: ClusterConfig, engine: EngineConfig) -> WorkerSettings:

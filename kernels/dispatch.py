@@ -23,6 +23,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
+    from ripresa.kernels.codecs.grids import Float32Grid as Float32Grid
+    from ripresa.kernels.codecs.grids import Grid as Grid
+    from ripresa.kernels.codecs.grids import entry_grid as entry_grid
+    from ripresa.kernels.codecs.grids import index_grid as index_grid
+    from ripresa.kernels.codecs.grids import round_linear_input as round_linear_input
+    from ripresa.kernels.codecs.grids import window_grid as window_grid
+    from ripresa.kernels.codecs.weights import dequantise_f8 as dequantise_f8
+    from ripresa.kernels.codecs.weights import dequantise_f8_rows as dequantise_f8_rows
+    from ripresa.kernels.codecs.weights import dequantise_fp4 as dequantise_fp4
+    from ripresa.kernels.codecs.weights import quantise_f8 as quantise_f8
+    from ripresa.kernels.codecs.weights import quantise_f8_rows as quantise_f8_rows
+    from ripresa.kernels.codecs.weights import quantise_fp4 as quantise_fp4
     from ripresa.kernels.compressor.reference import compress_pairs as compress_pairs
     from ripresa.kernels.hyper_connections.reference import hc_collapse as hc_collapse
     from ripresa.kernels.hyper_connections.reference import hc_expand as hc_expand
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
     from ripresa.kernels.rope.reference import rope_ as rope_
     from ripresa.kernels.rope.reference import rope_frequencies as rope_frequencies
     from ripresa.kernels.rope.reference import rope_phases as rope_phases
+    from ripresa.kernels.window_attention.reference import WindowTiles as WindowTiles
     from ripresa.kernels.window_attention.reference import window_attention as window_attention
     from ripresa.kernels.window_attention.reference import window_tiles as window_tiles
 
@@ -56,6 +69,18 @@ class _Row(NamedTuple):
 
 
 _OPS: dict[str, _Row] = {
+    "Float32Grid": _Row("codecs.grids:Float32Grid"),
+    "Grid": _Row("codecs.grids:Grid"),
+    "dequantise_f8": _Row("codecs.weights:dequantise_f8"),
+    "dequantise_f8_rows": _Row("codecs.weights:dequantise_f8_rows"),
+    "dequantise_fp4": _Row("codecs.weights:dequantise_fp4"),
+    "entry_grid": _Row("codecs.grids:entry_grid"),
+    "index_grid": _Row("codecs.grids:index_grid"),
+    "quantise_f8": _Row("codecs.weights:quantise_f8"),
+    "quantise_f8_rows": _Row("codecs.weights:quantise_f8_rows"),
+    "quantise_fp4": _Row("codecs.weights:quantise_fp4"),
+    "round_linear_input": _Row("codecs.grids:round_linear_input"),
+    "window_grid": _Row("codecs.grids:window_grid"),
     "compress_pairs": _Row("compressor.reference:compress_pairs"),
     "grouped_linear": _Row("linear.reference:grouped_linear"),
     "hc_collapse": _Row("hyper_connections.reference:hc_collapse"),

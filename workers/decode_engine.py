@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.config import EngineConfig
-from ripresa.workers.engine import EngineCore, EngineStats
+from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
 from ripresa.workers.job import Job
@@ -19,6 +19,7 @@ from ripresa.workers.models.base import EncoderOutput, ModelRunner
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import (
     EngineEvent,
+    EngineStats,
     Failed,
     Finished,
     GenerationRequest,

@@ -28,7 +28,9 @@ class DecodeWorker:
         controller: where reports go.
     """
 
-    async def __init__(self, settings: WorkerSettings, controller: DeploymentHandle[Any]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: WorkerSettings, controller: DeploymentHandle[Any]
+    ) -> None:
         self._worker_id, self._node_id = own_identity()
         self._runner = await start_runner(settings, Half.ALL)
         self._engine = DecodeEngine(self._worker_id, self._runner, settings.engine)

@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.config import EngineConfig
-from ripresa.workers.engine import EngineCore, EngineStats
+from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
 from ripresa.workers.transfer.base import (
     Manifest,

@@ -9,9 +9,17 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
-from ripresa.workers.remote_worker import RemotePeer, own_identity, report_to, require_target
+from ripresa.workers.remote_worker import (
+    TARGET,
+    direct,
+    failures,
+    own_identity,
+    report_to,
+    require_target,
+)
 from ripresa.workers.report import Heartbeat, WorkerKind, WorkerReport
 from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.transfer.base import Accept, ControlMessage
 from ripresa.workers.transfer.outbound import OutboundTransfers
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
@@ -26,7 +34,7 @@ class EncoderWorker:
         decoders: the decode workers that state is handed to.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         settings: WorkerSettings,
         controller: DeploymentHandle[Any],
@@ -37,7 +45,7 @@ class EncoderWorker:
         transport = start_transport(settings, self._runner.device)
         self._transfers = OutboundTransfers(
             self._worker_id,
-            lambda worker_id: RemotePeer(decoders, worker_id),
+            lambda worker_id: _RemotePeer(decoders, worker_id),
             transport,
             settings.lanes,
         )
@@ -82,3 +90,18 @@ class EncoderWorker:
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
         )
+
+
+class _RemotePeer:
+    """The control way to a decode worker's inbound transfers; implements `Peer`."""
+
+    def __init__(self, handle: DeploymentHandle[Any], worker_id: str) -> None:
+        self._handle = direct(handle)
+        self._worker_id = worker_id
+
+    async def deliver(self, message: ControlMessage) -> Accept | None:
+        async with failures(f"decode worker {self._worker_id}"):
+            answer: Accept | None = await self._handle.deliver.remote(
+                message, **{TARGET: self._worker_id}
+            )
+            return answer

@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
@@ -24,7 +23,7 @@ from ripresa.workers.config import EngineConfig
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
 from ripresa.workers.job import Job, Listener
 from ripresa.workers.models.base import ModelRunner, StepOutput
-from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
 
@@ -32,29 +31,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A worker's load and work so far.
-
-    Attributes:
-        num_running: requests in prefill or decode.
-        num_waiting: requests that hold pages and wait for a transfer.
-        num_blocks, num_free_blocks: KV blocks.
-        num_steps: steps run.
-        counters: rows of all requests by kind, as planned, and bytes sent or received.
-        num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_steps: int
-    counters: WorkCounters
-    num_encoder_rows: int
-    num_decoder_rows: int
 
 
 class EngineCore:

@@ -19,7 +19,6 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.errors import RipresaError, Unreachable
 from ripresa.workers.report import WorkerReport
-from ripresa.workers.transfer.base import Accept, ControlMessage
 
 TARGET = "worker_id"
 
@@ -61,21 +60,6 @@ async def failures(what: str) -> AsyncGenerator[None]:
         raise Unreachable(f"{what} failed: {cause!r}") from error
     except (ray.exceptions.RayError, RayServeException, ConnectionError) as error:
         raise Unreachable(f"{what} is out of reach: {error}") from error
-
-
-class RemotePeer:
-    """The control way to a decode worker's inbound transfers; implements `Peer`."""
-
-    def __init__(self, handle: DeploymentHandle[Any], worker_id: str) -> None:
-        self._handle = direct(handle)
-        self._worker_id = worker_id
-
-    async def deliver(self, message: ControlMessage) -> Accept | None:
-        async with failures(f"decode worker {self._worker_id}"):
-            answer: Accept | None = await self._handle.deliver.remote(
-                message, **{TARGET: self._worker_id}
-            )
-            return answer
 
 
 def report_to(controller: DeploymentHandle[Any]) -> Callable[[WorkerReport], Awaitable[None]]:

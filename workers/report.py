@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ripresa.workers.engine import EngineStats
 from ripresa.workers.errors import RipresaError
+from ripresa.workers.request import EngineStats
 
 logger = logging.getLogger(__name__)
 

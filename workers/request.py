@@ -125,3 +125,26 @@ class Failed:
 
 
 EngineEvent = Reserved | PrefillDone | Tokens | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A worker's load and work so far.
+
+    Attributes:
+        num_running: requests in prefill or decode.
+        num_waiting: requests that hold pages and wait for a transfer.
+        num_blocks, num_free_blocks: KV blocks.
+        num_steps: steps run.
+        counters: rows of all requests by kind, as planned, and bytes sent or received.
+        num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_steps: int
+    counters: WorkCounters
+    num_encoder_rows: int
+    num_decoder_rows: int

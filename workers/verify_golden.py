@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ripresa.workers.config import Numerics
 from ripresa.workers.errors import CheckpointError, RipresaError
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
-from ripresa.workers.models.base import EncoderOutput
+from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -136,7 +136,7 @@ class Machine:
                 hand_over_from=recipe.decoder_start if self.way.split else None,
                 return_logits=local_tail,
             )
-            output = self._execute(self.encoder, step, first == recipe.start)
+            output = self._execute(self.encoder, step)
             if local_tail:
                 logits.append(output.logits[self.slot])
             elif has_tail:
@@ -198,9 +198,9 @@ class Machine:
             source_floor=recipe.start if recipe.layer_exact else recipe.decoder_start,
             return_logits=True,
         )
-        return self._execute(self.decoder, step, False).logits[self.slot]
+        return self._execute(self.decoder, step).logits[self.slot]
 
-    def _execute(self, runner: TorchModelRunner, step: SequenceStep, fresh: bool):  # type: ignore[no-untyped-def]
+    def _execute(self, runner: TorchModelRunner, step: SequenceStep) -> StepOutput:
         self._step += 1
         steps = [step]
         for number in range(self.way.strangers):

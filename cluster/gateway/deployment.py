@@ -47,7 +47,13 @@ class GatewayStart:
 
 def _http() -> FastAPI:
     """The HTTP application of this replica."""
-    return http_app(lambda: serve.get_replica_context().servable_object.service)
+
+    def service() -> InferenceService:
+        gateway: Any = serve.get_replica_context().servable_object
+        found: InferenceService = gateway.service
+        return found
+
+    return http_app(service)
 
 
 @serve.ingress(_http)
@@ -60,7 +66,7 @@ class Gateway:
         decoders, encoders: the workers; encoders None where there are none.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         start: GatewayStart,
         controller: DeploymentHandle[Any],

@@ -50,7 +50,7 @@ class RayWorkerCalls:
         self, worker_id: str, request: GenerationRequest, local: bool
     ) -> AsyncGenerator[EngineEvent]:
         async with failures(f"decode worker {worker_id}"):
-            events = self._streams.generate.remote(request, local, **{TARGET: worker_id})
+            events: Any = self._streams.generate.remote(request, local, **{TARGET: worker_id})
             try:
                 async for event in events:
                     yield event
@@ -62,7 +62,7 @@ class RayWorkerCalls:
     ) -> WorkCounters:
         assert self._encoders is not None
         async with failures(f"encoder worker {worker_id}"):
-            answer = self._encoders.prefill.remote(request, receiver, **{TARGET: worker_id})
+            answer: Any = self._encoders.prefill.remote(request, receiver, **{TARGET: worker_id})
             try:
                 counters: WorkCounters = await answer
             finally:

@@ -28,7 +28,8 @@ def hc_mix(
         iterations: Sinkhorn rounds, the softmax round included.
 
     Returns:
-        pre_next [T, n] for the following site, post [T, n], comb [T, n, n] (rows j, columns k).
+        pre_next [T, n] for the following site, post [T, n], and comb transposed: [T, n, n] with
+        rows k (outgoing stream) and columns j (incoming).
     """
     rows, n, _ = streams.shape
     flat = streams.flatten(1)
@@ -41,7 +42,7 @@ def hc_mix(
 
 
 def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Softmax over k, then alternate column and row normalisation; column step last.
+    """Softmax over k, then alternate column and row normalisation, column step last; transposed.
 
     The work layout is [n + 1, n + 1, T] with a border of eps: sums then include the epsilon, and
     every operation is contiguous over rows.
@@ -55,7 +56,7 @@ def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor
     for _ in range(iterations - 1):
         comb.div_(with_column_eps.sum(1, keepdim=True))
         comb.div_(with_row_eps.sum(0, keepdim=True))
-    return comb.permute(2, 0, 1)
+    return comb.permute(2, 1, 0).contiguous()
 
 
 def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -66,6 +67,6 @@ def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
 def hc_expand(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    """streams'[k] = post[k] y + sum_j comb[j, k] streams[j]: -> [T, n, d]."""
-    mixed = torch.bmm(comb.transpose(1, 2), streams)
+    """streams'[k] = post[k] y + sum_j comb[k, j] streams[j]: [T, d], [T, n, d] -> [T, n, d]."""
+    mixed = torch.bmm(comb, streams)
     return mixed.addcmul_(post[:, :, None], y[:, None, :])

@@ -58,7 +58,7 @@ class Checkpoint:
             )
         path = self._file_of[name]
         try:
-            tensor = self._shard(path).get_tensor(name)
+            tensor: torch.Tensor = self._shard(path).get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path.name} cannot be read: {error}", tensor=name) from error
         if tuple(tensor.shape) != shape:

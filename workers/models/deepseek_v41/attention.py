@@ -243,6 +243,6 @@ class Attention:
             missing = last - first - pool_rows.shape[1]
             if missing > 0:
                 pool_rows = torch.nn.functional.pad(pool_rows, (0, missing))
-            return keys.index_select(0, pool_rows.flatten()).unflatten(0, pool_rows.shape)
+            return keys.index_select(0, pool_rows.flatten()).view(*pool_rows.shape, -1)
 
         return read

@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
@@ -199,7 +199,7 @@ class _Fields:
     def has(self, name: str) -> bool:
         return name in self._values
 
-    def object(self, name: str) -> _Fields:
+    def section(self, name: str) -> _Fields:
         value = self._get(name, None)
         if not isinstance(value, Mapping):
             raise self._error(name, "must be a JSON object")
@@ -223,7 +223,7 @@ class _Fields:
 
 def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
     fields = _Fields(text, "text_config." if text is not document else "")
-    scaling = fields.object("rope_scaling")
+    scaling = fields.section("rope_scaling")
     scaling.equal("rope_type", "yarn")
     fields.equal("scoring_func", "sqrtsoftplus")
     fields.equal("topk_method", "noaux_tc")

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from ripresa.kernels import dispatch as ops
-from ripresa.kernels.window_attention.reference import WindowTiles
 from ripresa.workers.cache.kv_layout import KVLayout
 
 Ints = npt.NDArray[np.int64]
@@ -64,7 +63,7 @@ class WindowPlan:
     ring_to: torch.Tensor
     lo: torch.Tensor
     hi: torch.Tensor
-    tiles: WindowTiles
+    tiles: ops.WindowTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,8 @@ def _ranges(start: Ints, count: Ints) -> Ints:
     """start[0], start[0] + 1, .. (count[0] numbers), then the same for the next."""
     total = int(count.sum())
     offset = np.cumsum(count) - count
-    return np.arange(total, dtype=np.int64) + np.repeat(start - offset, count)
+    within: Ints = np.arange(total, dtype=np.int64) + np.repeat(start - offset, count)
+    return within
 
 
 def _pool_rows(block_table: Sequence[int], entry: Ints, layout: KVLayout, ratio: int) -> Ints:
