@@ -75,3 +75,11 @@ def test_rounding_without_codes_is_the_same_to_the_sign_of_zero() -> None:
     assert len(x) > 100_000
     assert torch.equal(bits(e4m3.round_to_grid(x)), bits(e4m3.decode(e4m3.encode(x))))
     assert e4m3.round_to_grid(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_many_codes_at_once() -> None:
+    """More than one chunk of the look-up, the last one short, from memory with gaps."""
+    wide = torch.randint(0, 256, (700, 300), generator=torch.Generator().manual_seed(3)).byte()
+    codes = wide[:, :299]
+    expected = e4m3.decode(CODES)[codes.long()]
+    assert torch.equal(bits(e4m3.decode(codes)), bits(expected))
