@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return float(self.q.shape[-1]) ** -0.5
+        return 1.0 / math.sqrt(self.q.shape[-1])
 
     def run(self, attention: Attention) -> torch.Tensor:
         return attention(
