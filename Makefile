@@ -77,7 +77,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	    exit 1; }; \
 	fi
 	@touch $(INSTALLING)
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(INSTALLING)
 	@touch $@
