@@ -151,19 +151,31 @@ class LaneEndpoint:
     """Where and under which name the two ends of a lane meet.
 
     Attributes:
-        lane_id: "sender.incarnation-receiver#generation", unique for ever: a lane that lost sync is
-            never used again, its successor has the next generation.
         sender: worker id of the sending end.
+        incarnation: differs between two lives of one worker id.
+        generation: ascends over all lanes of one life: a lane that lost sync is never used again,
+            its successor has a higher generation.
         transport: name of the transport; both ends must use the same.
         chunk_bytes: chunk size that both ends use.
         address: host and port of the sender's store; None in process.
     """
 
-    lane_id: str
     sender: str
+    incarnation: str
+    generation: int
     transport: str
     chunk_bytes: int
     address: tuple[str, int] | None = None
+
+    @property
+    def lane_id(self) -> str:
+        """Unique for ever."""
+        return f"{self.sender}.{self.incarnation}#{self.generation}"
+
+    def is_older_than(self, other: LaneEndpoint) -> bool:
+        """Whether `other` has replaced this lane, if they lead to the same receiver."""
+        same_life = (self.sender, self.incarnation) == (other.sender, other.incarnation)
+        return same_life and self.generation < other.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +201,12 @@ class CloseLane:
 
 @dataclass(frozen=True, slots=True)
 class SendSection:
-    """One section comes over a lane now; answered when its payload is verified and stored.
-
-    Attributes:
-        checksum: `checksum.payload_checksum` of the payload.
-    """
+    """One section comes over a lane now; answered when its payload is verified and stored."""
 
     transfer_id: str
     generation: int
     lane_id: str
     section: Section
-    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +281,18 @@ class Lane(Protocol):
     async def open(self) -> None:
         """Meet the other end; at most `open_timeout_s`."""
 
-    async def send(self, payload: torch.Tensor) -> None:
-        """Move a payload (uint8 [num_bytes], contiguous) to the other end."""
+    async def send(self, payload: torch.Tensor) -> int:
+        """Move a payload (uint8 [num_bytes], contiguous) and its checksum to the other end.
+
+        The payload is hashed while it leaves. Returns its `checksum.payload_checksum`.
+        """
 
     async def receive(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """The next payload (uint8 [num_bytes], valid until the next call) and its checksum."""
+        """The next payload (uint8 [num_bytes], valid until the next call) and its checksum.
+
+        Raises:
+            RipresaError: DATA_LOSS if the payload does not have the checksum that came with it.
+        """
 
     def discard(self, reason: str) -> None:
         """Give the lane up: running calls raise at once. Never blocks, idempotent."""
@@ -293,8 +307,8 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def endpoint(self, lane_id: str, sender: str, chunk_bytes: int) -> LaneEndpoint:
-        """The meeting point of a new lane of which this worker is the sending end."""
+    def address(self) -> tuple[str, int] | None:
+        """Where receivers meet this worker's sending ends; None in process."""
 
     def sending_end(self, endpoint: LaneEndpoint) -> Lane: ...
 

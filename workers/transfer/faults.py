@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from ripresa.workers.transfer.base import Accept, ControlMessage, Peer, SendSection
+from ripresa.workers.transfer.base import Accept, Complete, ControlMessage, Peer
 
 Deliver = Callable[[ControlMessage], Awaitable[Accept | None]]
 Fault = Callable[[ControlMessage, Deliver], Awaitable[Accept | None]]
@@ -70,18 +70,34 @@ async def kill(message: ControlMessage, deliver: Deliver) -> Accept | None:
     raise PeerDied("the peer died")
 
 
-async def corrupt(message: ControlMessage, deliver: Deliver) -> Accept | None:
-    """A section arrives with a checksum that its payload does not have."""
-    assert isinstance(message, SendSection)
+async def miscount(message: ControlMessage, deliver: Deliver) -> Accept | None:
+    """The transfer is completed with a checksum that its payloads do not have."""
+    assert isinstance(message, Complete)
     return await deliver(replace(message, checksum=message.checksum ^ 1))
 
 
 def delay(reached: asyncio.Event, release: asyncio.Event) -> Fault:
-    """The message waits for `release`; `reached` tells that it does."""
+    """The message waits for `release`; `reached` tells that it does.
 
-    async def delayed(message: ControlMessage, deliver: Deliver) -> Accept | None:
-        reached.set()
+    It then arrives even if its sender has cancelled the call, as on a real network.
+    """
+
+    async def arrive(message: ControlMessage, deliver: Deliver) -> Accept | None:
         await release.wait()
         return await deliver(message)
 
+    async def delayed(message: ControlMessage, deliver: Deliver) -> Accept | None:
+        reached.set()
+        arrival = asyncio.get_running_loop().create_task(arrive(message, deliver))
+        late.add(arrival)
+        arrival.add_done_callback(forget)
+        return await asyncio.shield(arrival)
+
+    def forget(arrival: asyncio.Task[Accept | None]) -> None:
+        late.discard(arrival)
+        if not arrival.cancelled():
+            # A cancelled call has nobody left to hear of a refusal.
+            arrival.exception()
+
+    late: set[asyncio.Task[Accept | None]] = set()
     return delayed

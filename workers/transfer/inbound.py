@@ -29,7 +29,7 @@ from ripresa.workers.transfer.base import (
     TransferState,
     Transport,
 )
-from ripresa.workers.transfer.checksum import transfer_checksum
+from ripresa.workers.transfer.checksum import corrupt, transfer_checksum
 from ripresa.workers.transfer.inbound_lanes import InboundLane, InboundLanes
 from ripresa.workers.transfer.integrity import raise_if_left
 
@@ -203,7 +203,7 @@ class InboundTransfers:
         if transfer.arriving is not None and transfer.arriving[0] == message:
             await asyncio.shield(transfer.arriving[1])
             return
-        if (message.section, message.checksum) in transfer.stored:
+        if any(message.section == section for section, _ in transfer.stored):
             return
         self._require_running(transfer)
         with self._ends_on_error(transfer):
@@ -241,19 +241,17 @@ class InboundTransfers:
             raise _refusal(transfer.manifest, f"section {section.index} {wrong}")
 
     async def _receive(self, transfer: _Inbound, message: SendSection, lane: InboundLane) -> None:
-        stored = False
+        intact = False
         try:
             with self._ends_on_error(transfer):
                 payload, checksum = await lane.receive(message.section.num_bytes)
                 self._require_running(transfer)
-                if checksum != message.checksum:
-                    raise _corrupt(transfer.manifest, f"section {message.section.index}")
                 self._sink.write(transfer.manifest, message.section, payload)
-                stored = True
+                intact = True
         finally:
             transfer.arriving = None
-            self._lanes.give_back(lane, intact=stored)
-        transfer.stored.append((message.section, message.checksum))
+            self._lanes.give_back(lane, intact=intact)
+        transfer.stored.append((message.section, checksum))
         self._touch(transfer)
 
     def _complete(self, message: Complete) -> None:
@@ -265,7 +263,7 @@ class InboundTransfers:
                 if transfer.arriving is not None or not transfer.has_state:
                     raise _refusal(transfer.manifest, "was completed before its STATE section")
                 if not agreed:
-                    raise _corrupt(transfer.manifest, "the transfer")
+                    raise corrupt(f"transfer {message.transfer_id}")
             self._end(transfer, TransferState.COMPLETE)
             self._sink.complete(transfer.manifest)
         elif not agreed:
@@ -349,14 +347,6 @@ def _refusal(manifest: Manifest, why: str) -> RipresaError:
     return RipresaError(
         ErrorCode.FAILED_PRECONDITION,
         f"transfer {manifest.transfer_id} (generation {manifest.generation}) {why}",
-    )
-
-
-def _corrupt(manifest: Manifest, what: str) -> RipresaError:
-    return RipresaError(
-        ErrorCode.DATA_LOSS,
-        f"{what} of {manifest.transfer_id} arrived corrupt; send it again",
-        retry_after_s=0.0,
     )
 
 

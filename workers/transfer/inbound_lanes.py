@@ -72,15 +72,19 @@ class InboundLanes:
         """Begin to open this worker's end. Idempotent; replaces an older lane of the same sender.
 
         Raises:
-            ResourceExhausted: every lane stayed in use for the control timeout.
+            LaneNotOpen: a newer lane of this sender is open; the message is late.
+            ResourceExhausted: every lane stayed in use for half the control timeout.
             Unavailable: the sender uses another transport.
         """
-        for old in [lane for lane in self._lanes.values() if lane.endpoint != endpoint]:
-            if old.endpoint.sender == endpoint.sender:
-                self.close(old.endpoint.lane_id, f"replaced by {endpoint.lane_id}")
-        await self._make_room(endpoint.lane_id)
-        if endpoint.lane_id in self._lanes:
-            return
+        await self._make_room(endpoint)
+        for other in self._of_sender(endpoint.sender):
+            if endpoint == other.endpoint:
+                return
+            if endpoint.is_older_than(other.endpoint):
+                raise LaneNotOpen(
+                    f"lane {endpoint.lane_id} was replaced by {other.endpoint.lane_id}"
+                )
+            self.close(other.endpoint.lane_id, f"replaced by {endpoint.lane_id}")
         loop = asyncio.get_running_loop()
         lane = self._transport.receiving_end(endpoint)
         opening = loop.create_task(lane.open())
@@ -124,7 +128,7 @@ class InboundLanes:
             self._changed.set()
 
     def peer_lost(self, sender: str) -> None:
-        for lane in [lane for lane in self._lanes.values() if lane.endpoint.sender == sender]:
+        for lane in self._of_sender(sender):
             self.close(lane.endpoint.lane_id, f"{sender} died")
 
     def close_all(self, reason: str) -> None:
@@ -132,14 +136,25 @@ class InboundLanes:
             self.close(lane_id, reason)
 
     async def drain(self) -> None:
-        """Wait until lanes that were given up are gone."""
+        """Wait until lanes that open are open, and lanes that were given up are gone."""
+        opening = [lane.opening for lane in self._lanes.values()]
+        if opening:
+            await asyncio.wait(opening)
         await self._closing.drain()
 
-    async def _make_room(self, lane_id: str) -> None:
+    def _of_sender(self, sender: str) -> list[InboundLane]:
+        return [lane for lane in self._lanes.values() if lane.endpoint.sender == sender]
+
+    async def _make_room(self, endpoint: LaneEndpoint) -> None:
+        """Wait until this lane may be opened; one that it replaces makes room for it."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._config.control_timeout_s):
-                while lane_id not in self._lanes and len(self._lanes) >= self._config.max_lanes:
+            # Half of it, so that the sender hears why before it gives up by itself.
+            async with asyncio.timeout(self._config.control_timeout_s / 2):
+                while (
+                    not self._of_sender(endpoint.sender)
+                    and len(self._lanes) >= self._config.max_lanes
+                ):
                     idle = next(
                         (
                             lane

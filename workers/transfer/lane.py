@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ripresa.workers.errors import ConfigError, Unavailable
+from ripresa.workers.errors import ConfigError, RipresaError, Unavailable
 from ripresa.workers.transfer.base import Lane, LaneConfig, LaneEndpoint
-from ripresa.workers.transfer.checksum import RunningChecksum
+from ripresa.workers.transfer.checksum import CHECKSUM_BYTES, RunningChecksum, corrupt
 from ripresa.workers.transfer.process_group import (
     RECEIVER_RANK,
     SENDER_RANK,
@@ -27,7 +27,7 @@ from ripresa.workers.transfer.process_group import (
     require_nccl,
 )
 
-_CHUNKS_UNDER_WAY = 2
+_CHUNKS_UNDER_WAY = 4
 
 T = TypeVar("T")
 
@@ -67,8 +67,11 @@ class ProcessGroupTransport:
     def name(self) -> str:
         return self._name
 
-    def endpoint(self, lane_id: str, sender: str, chunk_bytes: int) -> LaneEndpoint:
-        return LaneEndpoint(lane_id, sender, self._name, chunk_bytes, self._serve().address)
+    def address(self) -> tuple[str, int]:
+        """This worker's store, started on first use."""
+        if self._store is None:
+            self._store = StoreServer(self._host)
+        return self._store.address
 
     def sending_end(self, endpoint: LaneEndpoint) -> Lane:
         return self._end(endpoint, SENDER_RANK)
@@ -78,12 +81,6 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         self._store = None
-
-    def _serve(self) -> StoreServer:
-        """This worker's store, started on first use."""
-        if self._store is None:
-            self._store = StoreServer(self._host)
-        return self._store
 
     def _end(self, endpoint: LaneEndpoint, rank: int) -> Lane:
         if endpoint.transport != self._name:
@@ -120,8 +117,8 @@ class ProcessGroupLane:
     async def open(self) -> None:
         await self._in_thread(self._meet)
 
-    async def send(self, payload: torch.Tensor) -> None:
-        await self._in_thread(lambda: self._send_chunks(payload))
+    async def send(self, payload: torch.Tensor) -> int:
+        return await self._in_thread(lambda: self._send_chunks(payload))
 
     async def receive(self, num_bytes: int) -> tuple[torch.Tensor, int]:
         return await self._in_thread(lambda: self._receive_chunks(num_bytes))
@@ -159,7 +156,7 @@ class ProcessGroupLane:
             raise Unavailable(f"lane {self._endpoint.lane_id} was lost: {self._lost.result()}")
         try:
             return running.result()
-        except Unavailable as error:
+        except RipresaError as error:
             self.discard(error.message)
             raise
 
@@ -176,30 +173,42 @@ class ProcessGroupLane:
         if failure is not None:
             raise self._unavailable("the other end did not come", failure)
 
-    def _send_chunks(self, payload: torch.Tensor) -> None:
+    def _send_chunks(self, payload: torch.Tensor) -> int:
+        """Send the payload in chunks, hashing each while it leaves, then the checksum."""
         if payload.device != self._device:
             payload = self._stage(payload.numel()).copy_(payload)
+        checksum = RunningChecksum()
         under_way: list[Work] = []
         for chunk in torch.split(payload, self._endpoint.chunk_bytes):
             if len(under_way) == _CHUNKS_UNDER_WAY:
                 self._wait_oldest(under_way)
             self._post(under_way, chunk)
+            checksum.update(chunk)
+        trailer = checksum.to_bytes().to(self._device)
+        self._post(under_way, trailer)
         while under_way:
             self._wait_oldest(under_way)
+        return checksum.value()
 
     def _receive_chunks(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """Receive and hash; a chunk is hashed while the next one arrives."""
+        """Receive what `_send_chunks` sends, hashing each chunk while the next one arrives."""
         payload = self._stage(num_bytes)
         chunks = torch.split(payload, self._endpoint.chunk_bytes)
+        trailer = torch.empty(CHECKSUM_BYTES, dtype=torch.uint8, device=self._device)
+        coming = [*chunks, trailer]
         checksum = RunningChecksum()
         under_way: list[Work] = []
-        num_posted = 0
         for chunk in chunks:
-            while num_posted < len(chunks) and len(under_way) < _CHUNKS_UNDER_WAY:
-                self._post(under_way, chunks[num_posted])
-                num_posted += 1
+            while coming and len(under_way) < _CHUNKS_UNDER_WAY:
+                self._post(under_way, coming.pop(0))
             self._wait_oldest(under_way)
             checksum.update(chunk)
+        while coming or under_way:
+            if coming:
+                self._post(under_way, coming.pop(0))
+            self._wait_oldest(under_way)
+        if not torch.equal(trailer.cpu(), checksum.to_bytes()):
+            raise corrupt(f"a payload of lane {self._endpoint.lane_id}")
         return payload, checksum.value()
 
     def _stage(self, num_bytes: int) -> torch.Tensor:

@@ -73,7 +73,7 @@ class LanePool:
     def __init__(
         self, worker_id: str, transport: Transport, config: LaneConfig, notices: Notices
     ) -> None:
-        self._name = f"{worker_id}.{uuid.uuid4().hex[:8]}"
+        self._incarnation = uuid.uuid4().hex[:8]
         self._worker_id = worker_id
         self._transport = transport
         self._config = config
@@ -108,7 +108,7 @@ class LanePool:
         route.num_users += 1
         try:
             async with route.lock:
-                opened = route.opened or await self._open(route, receiver, peer)
+                opened = route.opened or await self._open(route, peer)
                 self._routes.move_to_end(receiver)
                 try:
                     yield opened
@@ -142,13 +142,16 @@ class LanePool:
         """Wait until lanes that were given up are gone."""
         await self._closing.drain()
 
-    async def _open(self, route: _Route, receiver: str, peer: Peer) -> OpenedLane:
+    async def _open(self, route: _Route, peer: Peer) -> OpenedLane:
         await self._make_room()
         self._num_opened_ever += 1
-        endpoint = self._transport.endpoint(
-            f"{self._name}-{receiver}#{self._num_opened_ever}",
+        endpoint = LaneEndpoint(
             self._worker_id,
+            self._incarnation,
+            self._num_opened_ever,
+            self._transport.name,
             self._config.chunk_bytes,
+            self._transport.address(),
         )
         opened = OpenedLane(endpoint, self._transport.sending_end(endpoint), peer)
         route.opened = opened

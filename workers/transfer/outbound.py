@@ -27,7 +27,7 @@ from ripresa.workers.transfer.base import (
     Transport,
 )
 from ripresa.workers.transfer.byte_budget import ByteBudget
-from ripresa.workers.transfer.checksum import payload_checksum, transfer_checksum
+from ripresa.workers.transfer.checksum import transfer_checksum
 from ripresa.workers.transfer.control import Notices, deliver
 from ripresa.workers.transfer.integrity import raise_if_left
 from ripresa.workers.transfer.lane_pool import LanePool, OpenedLane
@@ -89,6 +89,10 @@ class OutboundTransfers:
         for transfer in [t for t in self._running if t.receiver == receiver]:
             transfer.abandon(f"{receiver} died", tell_peer=False)
         self._lanes.peer_lost(receiver)
+
+    @property
+    def num_open_lanes(self) -> int:
+        return self._lanes.num_open
 
     async def drain(self) -> None:
         """Wait until what ended has also let go of its threads, sockets and messages."""
@@ -177,12 +181,11 @@ class _Outbound:
                 self._require_running()
                 _check_payload(section, payload)
                 self._state = TransferState.SENDING
-                checksum = await asyncio.to_thread(payload_checksum, payload)
                 try:
-                    await self._cross(section, payload, checksum)
+                    checksum = await self._cross(section, payload)
                 except LaneNotOpen:
                     # The receiver had closed an idle lane; it has read nothing of this section.
-                    await self._cross(section, payload, checksum)
+                    checksum = await self._cross(section, payload)
                 self._require_running()
                 self._checksums.append(checksum)
                 self._num_bytes_sent += section.num_bytes
@@ -231,7 +234,7 @@ class _Outbound:
             self.abandon(str(error))
             raise
 
-    async def _cross(self, section: Section, payload: torch.Tensor, checksum: int) -> None:
+    async def _cross(self, section: Section, payload: torch.Tensor) -> int:
         """Move one section over the lane while its control message is under way."""
         async with (
             self._lanes.section(self.receiver, self._peer) as opened,
@@ -243,13 +246,12 @@ class _Outbound:
                 self._manifest.generation,
                 opened.endpoint.lane_id,
                 section,
-                checksum,
             )
-            await self._exchange(opened, message, payload)
+            return await self._exchange(opened, message, payload)
 
     async def _exchange(
         self, opened: OpenedLane, message: SendSection, payload: torch.Tensor
-    ) -> None:
+    ) -> int:
         loop = asyncio.get_running_loop()
         # The receiver answers after the payload's last chunk, however long the payload takes.
         answer = loop.create_task(_answer(self._peer, message))
@@ -266,13 +268,13 @@ class _Outbound:
                 await asyncio.wait({answer}, timeout=patience)
             if answer.done():
                 answer.result()
-            await moved
+            checksum = await moved
             if not answer.done():
                 raise Unavailable(f"{self.receiver} took a section but did not confirm it")
+            return checksum
         finally:
-            answer.cancel()
-            moved.cancel()
-            await asyncio.gather(answer, moved, return_exceptions=True)
+            running = [task for task in (answer, moved) if task.cancel()]
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _say_alive(self, period_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -76,7 +76,7 @@ class LaneGroup:
             raise RuntimeError(f"lane {endpoint.lane_id} has no address")
         timeout = timedelta(seconds=timeout_s)
         self._lane_id = endpoint.lane_id
-        self._rank = rank
+        self.rank = rank
         # A client of its own: a store client serves one waiting call at a time.
         self._store = _dist.TCPStore(*endpoint.address, timeout=timeout, wait_for_workers=False)
         # Handshake first: creating a communicator cannot be interrupted once its peer is gone.
@@ -94,7 +94,7 @@ class LaneGroup:
 
     def move(self, chunk: torch.Tensor) -> Work:
         """Begin to send (sender) or to receive into (receiver) one contiguous chunk."""
-        if self._rank == SENDER_RANK:
+        if self.rank == SENDER_RANK:
             work: Work = self._group.send([chunk], RECEIVER_RANK, _TAG)
         else:
             work = self._group.recv([chunk], SENDER_RANK, _TAG)
@@ -111,7 +111,7 @@ class LaneGroup:
 
     def _forget_keys(self) -> None:
         """The sender's store outlives its lanes; a closed lane leaves nothing in it."""
-        if self._rank == SENDER_RANK:
+        if self.rank == SENDER_RANK:
             for key in self._store.list_keys():
                 if key.lstrip("/").startswith(f"{self._lane_id}/"):
                     self._store.delete_key(key)

@@ -2,8 +2,9 @@
 
     receiver_process.py '{"config": {...}, "block_bytes": n, "strike": [chunk, signal]}'
 
-Prints its control port, serves until its standard input closes. `strike` sends this process a
-signal while the chunk with that number (over all sections, from 1) is being received.
+All keys are optional. It prints its control port and serves until its standard input closes.
+`strike` sends this process a signal while the chunk with that number (over all sections, from 1)
+is being received; `keep_record` false drops payloads unread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from typing import Any
 
 import torch
-from transfer_sides import RecordingSink, StreamServer
+from transfer_sides import BLOCK_BYTES, RecordingSink, StreamServer, receiver_calls
 
 from ripresa.workers.transfer import lane
 from ripresa.workers.transfer.base import LaneConfig
@@ -37,40 +38,15 @@ def strike_at_chunk(chunk: int, signal_number: int) -> None:
     lane.RunningChecksum = Striking  # type: ignore[misc]
 
 
-def threads_and_descriptors() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
 async def serve(options: dict[str, Any]) -> None:
     config = LaneConfig(**options.get("config", {}))
-    sink = RecordingSink(
-        **({"block_bytes": options["block_bytes"]} if "block_bytes" in options else {})
-    )
+    sink = RecordingSink(options.get("block_bytes", BLOCK_BYTES), options.get("keep_record", True))
     transport = create_transport("gloo", "127.0.0.1", torch.device("cpu"), config)
-    receiver = InboundTransfers(sink, transport, config)
-
-    async def record() -> tuple[Any, ...]:
-        return sink.opened, sink.written, sink.ended
-
-    async def settle() -> None:
-        await receiver.drain()
-        receiver.check_integrity()
-
-    async def leftovers() -> tuple[int, int]:
-        return threads_and_descriptors()
-
-    server = StreamServer(
-        {
-            "deliver": receiver.deliver,
-            "record": record,
-            "end_of": sink.end_of,
-            "settle": settle,
-            "leftovers": leftovers,
-            "close": receiver.close,
-        }
-    )
+    inbound = InboundTransfers(sink, transport, config)
+    server = StreamServer(receiver_calls(inbound, sink))
     print(await server.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    await inbound.close()
     await server.stop()
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import pickle
+import signal
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
+import pytest
 import torch
 
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -17,12 +24,20 @@ from ripresa.workers.replay import TailVariant, cold_recipe
 from ripresa.workers.transfer.base import (
     Accept,
     ControlMessage,
+    LaneConfig,
     Manifest,
     Peer,
     Section,
     SectionKind,
+    Transport,
 )
-from ripresa.workers.transfer.checksum import payload_checksum
+from ripresa.workers.transfer.checksum import CHECKSUM_BYTES, payload_checksum
+from ripresa.workers.transfer.faults import Fault, FaultyPeer
+from ripresa.workers.transfer.inbound import InboundTransfers
+from ripresa.workers.transfer.loopback import LoopbackTransport
+from ripresa.workers.transfer.outbound import OutboundTransfers
+from ripresa.workers.transfer.process_group import SENDER_RANK, LaneGroup, Work
+from ripresa.workers.transfer.registry import create_transport
 
 T = TypeVar("T")
 
@@ -59,9 +74,13 @@ def payload(section: Section, seed: int = 0) -> torch.Tensor:
 
 @dataclass
 class RecordingSink:
-    """A sink that keeps what it was told; `written` holds checksums of what really arrived."""
+    """A sink that keeps what it was told; `written` holds checksums of what really arrived.
+
+    `keep_record` false drops payloads unread (benchmarks).
+    """
 
     block_bytes: int = BLOCK_BYTES
+    keep_record: bool = True
     opened: list[str] = field(default_factory=list)
     written: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     ended: dict[str, list[str]] = field(default_factory=dict)
@@ -78,8 +97,11 @@ class RecordingSink:
         return (section.last_block - section.first_block) * self.block_bytes
 
     def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
+        if not self.keep_record:
+            return
         record = (section.index, payload_checksum(payload))
         self.written.setdefault(manifest.transfer_id, []).append(record)
+        self.changed.set()
 
     def complete(self, manifest: Manifest) -> None:
         self._end(manifest, "complete")
@@ -114,19 +136,6 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
-
-class ThreadPeer:
-    """The control way to a receiver on another loop."""
-
-    def __init__(self, thread: LoopThread, receiver: Peer) -> None:
-        self._thread = thread
-        self._receiver = receiver
-
-    async def deliver(self, message: ControlMessage) -> Accept | None:
-        # Pickled like on every real way: what crosses is a copy.
-        copied = pickle.loads(pickle.dumps(message))
-        return await self._thread.run(self._receiver.deliver(copied))  # type: ignore[arg-type]
 
 
 _LENGTH = struct.Struct("<I")
@@ -238,3 +247,196 @@ class StreamClient:
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(ConnectionError("the peer is gone"))
+
+
+class Sides(Protocol):
+    """A sending backend with one receiver, "decoder-0", wherever that one lives."""
+
+    backend: OutboundTransfers
+    peer: FaultyPeer
+    faults: dict[int, Fault]
+
+    async def receiver(self, name: str, *arguments: Any) -> Any:
+        """Call one of `receiver_calls` at the receiver."""
+
+    def damage_payloads(self, patch: pytest.MonkeyPatch) -> None:
+        """One bit of every payload changes after it was hashed and before it arrives."""
+
+    async def close(self) -> None: ...
+
+
+def receiver_calls(
+    inbound: InboundTransfers, sink: RecordingSink
+) -> dict[str, Callable[..., Awaitable[Any]]]:
+    """What a test may ask of a receiver."""
+
+    async def opened() -> list[str]:
+        return sink.opened
+
+    async def written(transfer_id: str) -> list[tuple[int, int]]:
+        return sink.written.get(transfer_id, [])
+
+    async def ends(transfer_id: str) -> list[str]:
+        return sink.ended.get(transfer_id, [])
+
+    async def settle() -> None:
+        await inbound.drain()
+        inbound.check_integrity()
+
+    async def peer_lost(sender: str) -> None:
+        inbound.peer_lost(sender)
+
+    async def leftovers() -> tuple[int, int]:
+        return threads_and_descriptors()
+
+    calls = (opened, written, ends, settle, peer_lost, leftovers, sink.end_of, inbound.deliver)
+    return {call.__name__: call for call in calls}
+
+
+def threads_and_descriptors() -> tuple[int, int]:
+    """How many of each this process has now."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+class _FaultySides:
+    """What all sides share: a backend whose control way has faults."""
+
+    def __init__(self, peer: Peer, transport: Transport, config: LaneConfig) -> None:
+        self.faults: dict[int, Fault] = {}
+        self.peer = FaultyPeer(peer, self.faults)
+        self.backend = OutboundTransfers("encoder-0", lambda _: self.peer, transport, config)
+
+    def damage_payloads(self, patch: pytest.MonkeyPatch) -> None:
+        """On a gloo lane: the bytes that really leave differ from those that were hashed."""
+        move = LaneGroup.move
+
+        def damaging(group: LaneGroup, chunk: torch.Tensor) -> Work:
+            is_payload = group.rank == SENDER_RANK and chunk.numel() > CHECKSUM_BYTES
+            return move(group, flipped(chunk) if is_payload else chunk)
+
+        patch.setattr(LaneGroup, "move", damaging)
+
+
+def flipped(payload: torch.Tensor) -> torch.Tensor:
+    """A copy with one bit changed in its middle."""
+    copy = payload.clone()
+    copy[copy.numel() // 2] ^= 1
+    return copy
+
+
+class LoopbackSides(_FaultySides):
+    """Both sides on one loop."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        self._transport = LoopbackTransport(config)
+        sink = RecordingSink()
+        self.inbound = InboundTransfers(sink, self._transport, config)
+        self._calls = receiver_calls(self.inbound, sink)
+        super().__init__(self.inbound, self._transport, config)
+
+    async def receiver(self, name: str, *arguments: Any) -> Any:
+        return await self._calls[name](*arguments)
+
+    def damage_payloads(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self._transport, "damage", flipped)
+
+    async def close(self) -> None:
+        await self.backend.close()
+        await self.inbound.close()
+
+
+class ThreadSides(_FaultySides):
+    """Two loops in one process; bytes cross a gloo lane."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        self._thread = LoopThread()
+        self._config = config
+        sending = create_transport("gloo", "127.0.0.1", torch.device("cpu"), config)
+        super().__init__(self, sending, config)
+
+    async def start(self) -> None:
+        async def build() -> InboundTransfers:
+            receiving = create_transport("gloo", "127.0.0.1", torch.device("cpu"), self._config)
+            sink = RecordingSink()
+            inbound = InboundTransfers(sink, receiving, self._config)
+            self._calls = receiver_calls(inbound, sink)
+            return inbound
+
+        self.inbound = await self._thread.run(build())
+
+    async def deliver(self, message: ControlMessage) -> Accept | None:
+        # Pickled like on every real way: what crosses is a copy.
+        accept: Accept | None = await self.receiver("deliver", pickle.loads(pickle.dumps(message)))
+        return accept
+
+    async def receiver(self, name: str, *arguments: Any) -> Any:
+        async def call() -> Any:
+            return await self._calls[name](*arguments)
+
+        return await self._thread.run(call())
+
+    async def close(self) -> None:
+        await self.backend.close()
+        await self._thread.run(self.inbound.close())
+        self._thread.stop()
+
+
+class ProcessSides(_FaultySides):
+    """The receiver is another process."""
+
+    def __init__(self, client: StreamClient, config: LaneConfig) -> None:
+        self._client = client
+        transport = create_transport("gloo", "127.0.0.1", torch.device("cpu"), config)
+        super().__init__(client, transport, config)
+
+    @classmethod
+    async def connect(cls, port: int, config: LaneConfig) -> ProcessSides:
+        return cls(await StreamClient.connect(port), config)
+
+    async def receiver(self, name: str, *arguments: Any) -> Any:
+        return await self._client.call(name, *arguments)
+
+    async def close(self) -> None:
+        await self.backend.close()
+        await self._client.close()
+
+
+class ChildProcess:
+    """A Python script beside this file, as a process that ends with its standard input."""
+
+    def __init__(self, script: str, **options: object) -> None:
+        folder = Path(__file__).parent
+        self._process = subprocess.Popen(
+            [sys.executable, str(folder / script), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.first_line = self._process.stdout.readline().strip()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, *words: str) -> None:
+        """Write one line of JSON to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit status; the caller has ended it, or it ends by itself."""
+        return self._process.wait(30)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
