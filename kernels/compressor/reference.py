@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ripresa.kernels.lanes.reference import whole_lanes
 from ripresa.kernels.rms_norm.reference import rms_norm
 
 
@@ -17,6 +18,7 @@ def compress_pairs(
     second: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
+    min_rows: int = 0,
 ) -> torch.Tensor:
     """Latents of pairs of rows: softmax over the two gates, channel by channel, then RMS norm.
 
@@ -27,6 +29,7 @@ def compress_pairs(
     Returns:
         [N, D] float32.
     """
-    share = torch.sigmoid(gates.index_select(0, first) - gates.index_select(0, second))
+    difference = gates.index_select(0, first) - gates.index_select(0, second)
+    share = whole_lanes(torch.sigmoid, difference, min_rows > 0)
     older, newer = values.index_select(0, first), values.index_select(0, second)
     return rms_norm(older.mul_(share).add_(newer.mul_(1.0 - share)), norm_weight, eps)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from ripresa.kernels.lanes.reference import whole_lanes
 from ripresa.kernels.linear.reference import linear
+
+_SUM_COLUMNS = 64
+"""Measured: over a multiple of this many columns, a CPU sum adds every column in one order."""
 
 
 def hc_mix(
@@ -35,28 +39,32 @@ def hc_mix(
     flat = streams.flatten(1)
     m = linear(flat, fn, min_rows)
     m = m * torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(norm_eps))
-    pre_next = torch.sigmoid(m[:, :n] * scale[0] + base[:n]).add_(hc_eps)
-    post = torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n]).mul_(2.0)
+    deterministic = min_rows > 0
+    pre_next = m[:, :n] * scale[0] + base[:n]
+    pre_next = whole_lanes(torch.sigmoid, pre_next, deterministic).add_(hc_eps)
+    post = m[:, n : 2 * n] * scale[1] + base[n : 2 * n]
+    post = whole_lanes(torch.sigmoid, post, deterministic).mul_(2.0)
     logits = (m[:, 2 * n :] * scale[2] + base[2 * n :]).view(rows, n, n)
-    return pre_next, post, _sinkhorn(logits, iterations, hc_eps)
+    return pre_next, post, _sinkhorn(logits, iterations, hc_eps, deterministic)
 
 
-def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float, pad: bool) -> torch.Tensor:
     """Softmax over k, then alternate column and row normalisation, column step last; transposed.
 
     The work layout is [n + 1, n + 1, T] with a border of eps: sums then include the epsilon, and
-    every operation is contiguous over rows.
+    every operation runs along rows. `pad` rounds T up, so that a sum adds in one order whatever T.
     """
     rows, n, _ = logits.shape
-    bordered = torch.full((n + 1, n + 1, rows), eps, dtype=logits.dtype, device=logits.device)
+    width = rows + (-rows % _SUM_COLUMNS if pad else 0)
+    bordered = torch.full((n + 1, n + 1, width), eps, dtype=logits.dtype, device=logits.device)
     comb = bordered[:n, :n]
-    comb.copy_(torch.softmax(logits, -1).permute(1, 2, 0)).add_(eps)
+    comb[:, :, :rows].copy_(torch.softmax(logits, -1).permute(1, 2, 0)).add_(eps)
     with_row_eps, with_column_eps = bordered[:, :n], bordered[:n, :]
     comb.div_(with_row_eps.sum(0, keepdim=True))
     for _ in range(iterations - 1):
         comb.div_(with_column_eps.sum(1, keepdim=True))
         comb.div_(with_row_eps.sum(0, keepdim=True))
-    return comb.permute(2, 1, 0).contiguous()
+    return comb[:, :, :rows].permute(2, 1, 0).contiguous()
 
 
 def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:

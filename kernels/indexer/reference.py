@@ -12,11 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ripresa.kernels.lanes.reference import LANES
+
 KeyReader = Callable[[int, int], torch.Tensor]
 
 
-# A product of fewer rows or columns takes other code paths on a CPU and rounds differently.
-_GRANULE = 16
+# Products and loops of fewer columns take other code paths on a CPU and round differently.
+_GRANULE = LANES
 
 
 def index_scores(
@@ -88,7 +90,7 @@ def select_entries(
     Args:
         q: [G, M, H, D] float32; weights: [G, M, H] float32.
         read_keys: (first, last) -> keys [G, last - first, D] of entries [first, last); entries
-            that a sequence does not have, up to the next multiple of 16, may hold anything.
+            that a sequence does not have, up to the next multiple of 32, may hold anything.
         visible: [G, M] int64, row m sees entries below it.
         workspace_bytes: bound of the scores held at once, at least one block a row.
         candidates: [G, M, B] int64 block numbers (negative for none) that restrict the choice.

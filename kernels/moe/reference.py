@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ripresa.kernels.lanes.reference import whole_lanes
 from ripresa.kernels.linear.reference import linear
 
 
 def moe_route(
-    scores: torch.Tensor, bias: torch.Tensor, num_picked: int, scaling: float
+    scores: torch.Tensor, bias: torch.Tensor, num_picked: int, scaling: float, min_rows: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pick experts for rows of raw gate outputs.
 
@@ -23,7 +24,7 @@ def moe_route(
     Returns:
         weights [T, num_picked] float32 and expert numbers [T, num_picked] int64.
     """
-    gate = torch.sqrt(F.softplus(scores))
+    gate = whole_lanes(F.softplus, scores, min_rows > 0).sqrt_()
     picked = torch.topk(gate + bias, num_picked, dim=-1).indices
     weights = gate.gather(-1, picked)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * scaling
@@ -44,7 +45,7 @@ def swiglu_expert(
         x: [T, d]; w13: [2 I, d], w1 above w3; w2: [d, I]; weights: [T] or None.
     """
     gate, up = linear(x, w13, min_rows).chunk(2, dim=-1)
-    z = F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+    z = whole_lanes(F.silu, gate.clamp(max=limit), min_rows > 0).mul_(up.clamp(-limit, limit))
     if weights is not None:
         z.mul_(weights[:, None])
     return linear(z, w2, min_rows)

@@ -140,6 +140,7 @@ class Attention:
                 plan.second,
                 weights.norm,
                 c.rms_norm_eps,
+                self._min_rows,
             )
             if len(plan.open_slot):
                 pair = torch.stack((values[plan.open_from], gates[plan.open_from]), dim=1)

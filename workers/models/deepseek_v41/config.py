@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.strict_json import read_json
+
+MAX_FILE_BYTES = 1 << 20
+"""A `config.json` has a few thousand bytes."""
+
+# A config names sizes that loops and tables are made from: a hostile one must not stall a worker.
+_MAX_SIZE = 2**40
+_MAX_COUNT = 2**14
 
 
 class LayerRole(StrEnum):
@@ -44,6 +51,23 @@ class EngramConfig:
     head_dim: int
     pad_token_id: int
     compressed_vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """DSpark, the draft stages: what their tensors' shapes come from.
+
+    Attributes:
+        num_stages: 0 if the model has none.
+        num_taps: decoder layers whose streams the first stage reads.
+        markov_rank: width of the last stage's next-token table.
+        n_routed_experts: experts of a stage.
+    """
+
+    num_stages: int
+    num_taps: int
+    markov_rank: int
+    n_routed_experts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +111,7 @@ class ModelConfig:
     hc_sinkhorn_iters: int
     hc_eps: float
     engram: EngramConfig
+    draft: DraftConfig
     bos_token_id: int
     eos_token_id: int
     quantised: bool
@@ -137,12 +162,12 @@ class ModelConfig:
             ConfigError: the file is missing, no JSON, or describes no supported model.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path, MAX_FILE_BYTES)
         except FileNotFoundError as error:
             raise ConfigError(
                 "model.path", f"{path} does not exist; point it at a checkpoint folder"
             ) from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError("model.path", f"{path} is not readable JSON: {error}") from error
         return cls.from_dict(document)
 
@@ -155,6 +180,13 @@ class ModelConfig:
         """
         if not isinstance(document, Mapping):
             raise ConfigError("config.json", "the top level must be a JSON object")
+        for name in ("vision_config", "vision"):
+            if document.get(name) is not None:
+                raise ConfigError(
+                    name,
+                    "images are not supported; take this field out of config.json to serve the "
+                    "text model alone, then the checkpoint's vision tensors are left unread",
+                )
         text = document.get("text_config", document)
         if not isinstance(text, Mapping):
             raise ConfigError("text_config", "must be a JSON object")
@@ -170,28 +202,36 @@ class _Fields:
         self._values = values
         self._prefix = prefix
 
+    def count(self, name: str, low: int = 1) -> int:
+        """How many there are of something that has tensors, or costs time, of its own."""
+        value = self.integer(name, low)
+        if value > _MAX_COUNT:
+            raise self._error(name, f"is absurdly large: {value}")
+        return value
+
     def integer(self, name: str, low: int = 1, default: int | None = None) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self._error(name, f"must be an integer, is {value!r}")
+            raise self._error(name, f"must be an integer, is {_shown(value)}")
         if value < low:
-            raise self._error(name, f"must be at least {low}, is {value}")
-        if value > 2**40:
-            raise self._error(name, f"is absurdly large: {value}")
+            raise self._error(name, f"must be at least {low}, is {_shown(value)}")
+        if value > _MAX_SIZE:
+            raise self._error(name, f"is absurdly large: {_shown(value)}")
         return value
 
     def number(self, name: str) -> float:
         value = self._get(name, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._error(name, f"must be a number, is {value!r}")
-        if not math.isfinite(value) or value <= 0:
-            raise self._error(name, f"must be finite and above 0, is {value}")
+            raise self._error(name, f"must be a number, is {_shown(value)}")
+        if not 0 < value <= _MAX_SIZE:
+            raise self._error(name, f"must be above 0 and not absurdly large, is {_shown(value)}")
         return float(value)
 
     def integers(self, name: str, low: int = 0) -> tuple[int, ...]:
         value = self._get(name, None)
         if not isinstance(value, list) or any(
-            isinstance(v, bool) or not isinstance(v, int) or not low <= v <= 2**40 for v in value
+            isinstance(v, bool) or not isinstance(v, int) or not low <= v <= _MAX_SIZE
+            for v in value
         ):
             raise self._error(name, f"must be a list of integers of at least {low}")
         return tuple(value)
@@ -208,7 +248,7 @@ class _Fields:
     def equal(self, name: str, expected: object) -> None:
         value = self._get(name, expected)
         if value != expected:
-            raise self._error(name, f"only {expected!r} is supported, is {value!r}")
+            raise self._error(name, f"only {expected!r} is supported, is {_shown(value)}")
 
     def _get(self, name: str, default: object) -> Any:
         if name not in self._values:
@@ -219,6 +259,15 @@ class _Fields:
 
     def _error(self, name: str, message: str) -> ConfigError:
         return ConfigError(f"{self._prefix}{name}", message)
+
+
+def _shown(value: object) -> str:
+    """A value of a config that nobody vouches for, in an error message."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python prints
+        return "a huge number"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
@@ -236,13 +285,13 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         vocab_size=fields.integer("vocab_size", 4),
         hidden_size=fields.integer("hidden_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers", 2),
+        num_hidden_layers=fields.count("num_hidden_layers", 2),
         num_attention_heads=fields.integer("num_attention_heads"),
         head_dim=fields.integer("head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim", 2),
         q_lora_rank=fields.integer("q_lora_rank"),
         o_lora_rank=fields.integer("o_lora_rank"),
-        o_groups=fields.integer("o_groups"),
+        o_groups=fields.count("o_groups"),
         swiglu_limit=fields.number("swiglu_limit"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         max_position_embeddings=fields.integer("max_position_embeddings", 2),
@@ -253,9 +302,9 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
             beta_slow=scaling.number("beta_slow"),
             original_max_position_embeddings=scaling.integer("original_max_position_embeddings"),
         ),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        n_shared_experts=fields.integer("n_shared_experts"),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
+        n_routed_experts=fields.count("n_routed_experts"),
+        n_shared_experts=fields.count("n_shared_experts"),
+        num_experts_per_tok=fields.count("num_experts_per_tok"),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
         sliding_window=fields.integer("sliding_window", 2),
         compress_ratios=fields.integers("compress_ratios"),
@@ -268,10 +317,11 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         candidate_source_layer_id=fields.integer("candidate_source_layer_id", 0),
         candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
         candidate_block_size=fields.integer("candidate_block_size"),
-        hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
+        hc_mult=fields.count("hc_mult"),
+        hc_sinkhorn_iters=fields.count("hc_sinkhorn_iters"),
         hc_eps=fields.number("hc_eps"),
         engram=_parse_engram(fields),
+        draft=_parse_draft(fields),
         bos_token_id=fields.integer("bos_token_id", 0, default=0),
         eos_token_id=fields.integer("eos_token_id", 0, default=1),
         quantised="quantization_config" in document,
@@ -285,12 +335,24 @@ def _parse_engram(fields: _Fields) -> EngramConfig:
     return EngramConfig(
         layer_ids=layer_ids,
         num_embeddings=fields.integers("engram_num_embeddings", 1),
-        max_ngram_size=fields.integer("engram_max_ngram_size", 2),
+        max_ngram_size=fields.count("engram_max_ngram_size", 2),
         vocab_size=fields.integer("engram_vocab_size"),
-        num_heads=fields.integer("engram_n_heads"),
+        num_heads=fields.count("engram_n_heads"),
         head_dim=fields.integer("engram_head_dim"),
         pad_token_id=fields.integer("engram_pad_token_id", 0),
         compressed_vocab_size=fields.integer("engram_compressed_vocab_size"),
+    )
+
+
+def _parse_draft(fields: _Fields) -> DraftConfig:
+    stages = "num_nextn_predict_layers"
+    if not fields.has(stages) or fields.count(stages, 0) == 0:
+        return DraftConfig(0, 0, 0, 0)
+    return DraftConfig(
+        num_stages=fields.count(stages),
+        num_taps=len(fields.integers("dspark_target_layer_ids")),
+        markov_rank=fields.integer("dspark_markov_rank"),
+        n_routed_experts=fields.count("dspark_n_routed_experts"),
     )
 
 

@@ -158,7 +158,11 @@ class DeepseekV41:
         c = self._config
         scores = ops.linear(x, weights.gate, self._min_rows)
         share, picked = ops.moe_route(
-            scores, weights.gate_bias, c.num_experts_per_tok, c.routed_scaling_factor
+            scores,
+            weights.gate_bias,
+            c.num_experts_per_tok,
+            c.routed_scaling_factor,
+            self._min_rows,
         )
         routed = ops.moe_experts(
             x, share, picked, weights.w13, weights.w2, c.swiglu_limit, self._min_rows

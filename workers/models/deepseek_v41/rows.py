@@ -94,7 +94,7 @@ class ReadGroup:
     Attributes:
         rows: [G * M] int64, rows of the step.
         visible: [G, M] int64, entries below it may be seen.
-        pool_rows: [G, N] int64, pool row of entry t; N is a multiple of 16 and at least the
+        pool_rows: [G, N] int64, pool row of entry t; N is a multiple of 32 and at least the
             largest `visible`; entries beyond a run's own are repeats of its first.
     """
 
@@ -225,7 +225,7 @@ class Rows:
     def _read_group(self, group: list[int], ratio: int) -> ReadGroup:
         rows = np.stack([np.arange(self._count[i]) + self._offset[i] for i in group])
         visible = (self._position[rows] + 1) // ratio
-        width = max(-(-int(visible.max()) // 16) * 16, 16)
+        width = max(-(-int(visible.max()) // 32) * 32, 32)
         pool_rows = np.zeros((len(group), width), dtype=np.int64)
         for line, i in enumerate(group):
             entries = np.arange(int(visible[line].max()))
