@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from itertools import product
@@ -9,21 +10,29 @@ from pathlib import Path
 
 import pytest
 
+INHERITED = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 MARKERS = ("cluster", "slow", "long")
 KERNEL_FOLDERS = ("tests/kernels_interp", "tests/kernels_compile")
 
 
-def dry_run(repository: Path, target: str) -> str:
-    """The commands that a target would run, its installation taken as done."""
+def make(repository: Path, *arguments: str) -> str:
+    """What make prints; the flags of a make that runs these tests do not reach it."""
+    environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
     done = subprocess.run(
-        ["make", "--dry-run", "--assume-old=.venv/.installed", target],
+        ["make", "--no-print-directory", *arguments],
         cwd=repository,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def dry_run(repository: Path, target: str) -> str:
+    """The commands that a target would run, its installation taken as done."""
+    return make(repository, "--dry-run", "--assume-old=.venv/.installed", target)
 
 
 def expressions(repository: Path, target: str) -> set[str]:
@@ -58,7 +67,5 @@ def test_kernel_folders_run_in_processes_of_their_own(repository: Path, folder: 
 def test_help_lists_every_target(repository: Path) -> None:
     makefile = (repository / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    shown = subprocess.run(
-        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    shown = make(repository, "help")
     assert {line.split()[0] for line in shown.splitlines()} == set(phony.split())
