@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
-from ripresa.workers.models.deepseek_v41.weights import tensor_shapes
+from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_specs
 
 Shape = tuple[int, ...]
 
@@ -44,57 +43,13 @@ def random_checkpoint(config_json: Mapping[str, Any], seed: int) -> dict[str, to
         raise ConfigError(
             "quantization_config", "random weights are plain bf16; remove the field from the config"
         )
-    shapes = checkpoint_shapes(config, config_json.get("text_config", config_json))
+    shapes = checkpoint_shapes(config)
     return {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
 
 
-def checkpoint_shapes(config: ModelConfig, text: Mapping[str, Any]) -> dict[str, Shape]:
-    """Shapes [out, in] by name: the layers', Engram's and the draft stages' tensors.
-
-    Args:
-        config: the parsed config.
-        text: its `text_config` object, for the fields of the draft stages.
-    """
-    return tensor_shapes(config) | _engram_shapes(config) | _draft_shapes(config, text)
-
-
-def _engram_shapes(config: ModelConfig) -> dict[str, Shape]:
-    engram, d, n = config.engram, config.hidden_size, config.hc_mult
-    columns = (engram.max_ngram_size - 1) * engram.num_heads
-    shapes: dict[str, Shape] = {}
-    for layer, rows in zip(engram.layer_ids, engram.num_embeddings, strict=True):
-        prefix = f"layers.{layer}.engram"
-        shapes[f"{prefix}.embed.weight"] = (rows, engram.head_dim)
-        shapes[f"{prefix}.wkv.weight"] = ((n + 1) * d, columns * engram.head_dim)
-        shapes[f"{prefix}.q_weight"] = shapes[f"{prefix}.k_weight"] = (n, d)
-    return shapes
-
-
-def _draft_shapes(config: ModelConfig, text: Mapping[str, Any]) -> dict[str, Shape]:
-    stages: int = text.get("num_nextn_predict_layers", 0)
-    if not stages:
-        return {}
-    d, rank = config.hidden_size, text["dspark_markov_rank"]
-    window_layers = replace(
-        config,
-        num_hidden_layers=stages,
-        compress_ratios=(0,) * stages,
-        n_routed_experts=text["dspark_n_routed_experts"],
-    )
-    shapes = {
-        name.replace("layers.", "mtp.", 1): shape
-        for name, shape in tensor_shapes(window_layers).items()
-        if name.startswith("layers.")
-    }
-    last = f"mtp.{stages - 1}"
-    return shapes | {
-        "mtp.0.main_proj.weight": (d, len(text["dspark_target_layer_ids"]) * d),
-        "mtp.0.main_norm.weight": (d,),
-        f"{last}.norm.weight": (d,),
-        f"{last}.markov_head.embed.weight": (config.vocab_size, rank),
-        f"{last}.markov_head.head.weight": (config.vocab_size, rank),
-        f"{last}.confidence_head.proj.weight": (1, d + rank),
-    }
+def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Shapes [out, in] by name: the layers', Engram's and the draft stages' tensors."""
+    return {spec.name: spec.shape for spec in tensor_specs(config)}
 
 
 def random_tensor(name: str, shape: Shape, seed: int) -> torch.Tensor:

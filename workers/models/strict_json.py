@@ -40,11 +40,11 @@ def parse_json(content: bytes) -> Any:
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"names {twice!r} twice in one object")
+    document: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in document:
+            raise ValueError(f"names {name[:200]!r} twice in one object")
+        document[name] = value
     return document
 
 

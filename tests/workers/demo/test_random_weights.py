@@ -49,7 +49,7 @@ def test_names_shapes_and_types_are_those_of_the_golden_checkpoints(
 def test_draft_stages_and_engram_have_their_tensors(shared: Path) -> None:
     folder = shared / "golden" / "case_c_quantised_dspark"
     document = config_of(folder)
-    shapes = checkpoint_shapes(ModelConfig.from_dict(document), document["text_config"])
+    shapes = checkpoint_shapes(ModelConfig.from_dict(document))
     with safe_open(folder / "checkpoint" / "model.safetensors", "pt") as golden:
         expected = {}
         for name in golden.keys():  # noqa: SIM118

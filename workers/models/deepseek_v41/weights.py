@@ -7,72 +7,13 @@ projections that read the same input are stacked into one matrix.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
-
-
-class Half(StrEnum):
-    """What a worker holds: the encoder half, or every layer."""
-
-    ENCODER = "encoder"
-    ALL = "all"
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the text model without Engram, by released name: [out, in]."""
-    c = config
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (c.vocab_size, c.hidden_size),
-        "head.weight": (c.vocab_size, c.hidden_size),
-        "norm.weight": (c.hidden_size,),
-    }
-    for layer in range(c.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{k}": v for k, v in _layer_shapes(config, layer).items()}
-    return shapes
-
-
-def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    c = config
-    d, n, inner = c.hidden_size, c.hc_mult, c.moe_intermediate_size
-    group_in = c.num_attention_heads * c.head_dim // c.o_groups
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm.weight": (d,),
-        "ffn_norm.weight": (d,),
-        "attn.wq_a.weight": (c.q_lora_rank, d),
-        "attn.q_norm.weight": (c.q_lora_rank,),
-        "attn.wq_b.weight": (c.num_attention_heads * c.head_dim, c.q_lora_rank),
-        "attn.wkv.weight": (c.head_dim, d),
-        "attn.kv_norm.weight": (c.head_dim,),
-        "attn.attn_sink": (c.num_attention_heads,),
-        "attn.wo_a.weight": (c.o_groups * c.o_lora_rank, group_in),
-        "attn.wo_b.weight": (d, c.o_groups * c.o_lora_rank),
-        "ffn.gate.weight": (c.n_routed_experts, d),
-        "ffn.gate.bias": (c.n_routed_experts,),
-    }
-    for site in ("attn", "ffn"):
-        shapes[f"hc_{site}_fn"] = ((2 + n) * n, n * d)
-        shapes[f"hc_{site}_base"] = ((2 + n) * n,)
-        shapes[f"hc_{site}_scale"] = (3,)
-    experts = [f"experts.{e}" for e in range(c.n_routed_experts)] + ["shared_experts"]
-    for expert in experts:
-        shapes[f"ffn.{expert}.w1.weight"] = (inner, d)
-        shapes[f"ffn.{expert}.w2.weight"] = (d, inner)
-        shapes[f"ffn.{expert}.w3.weight"] = (inner, d)
-    if c.role(layer) is LayerRole.FULL:
-        shapes["attn.compressor.wkv.weight"] = (c.head_dim, d)
-        if c.ratio(layer) == 2:
-            shapes["attn.compressor.wgate.weight"] = (c.head_dim, d)
-        shapes["attn.compressor.norm.weight"] = (c.head_dim,)
-        shapes["attn.indexer.wk.weight"] = (c.index_head_dim, c.head_dim)
-        shapes["attn.indexer.k_norm.weight"] = (c.index_head_dim,)
-    if c.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
-        shapes["attn.indexer.wq_b.weight"] = (c.index_n_heads * c.index_head_dim, c.q_lora_rank)
-        shapes["attn.indexer.weights_proj.weight"] = (c.index_n_heads, d)
-    return shapes
+from ripresa.workers.models.deepseek_v41.tensor_specs import Half as Half
+from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
