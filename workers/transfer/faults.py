@@ -23,14 +23,14 @@ class FaultyPeer:
 
     def __init__(self, peer: Peer, faults: Mapping[int, Fault]) -> None:
         self._peer = peer
-        self._faults = faults
+        self.faults = faults
         self._dead: PeerDied | None = None
         self.delivered: list[ControlMessage] = []
 
     async def deliver(self, message: ControlMessage) -> Accept | None:
         if self._dead is not None:
             raise self._dead
-        fault = self._faults.get(len(self.delivered))
+        fault = self.faults.get(len(self.delivered))
         self.delivered.append(message)
         try:
             return await (

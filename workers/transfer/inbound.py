@@ -131,6 +131,10 @@ class InboundTransfers:
             self._fail(transfer, f"{sender} died")
         self._lanes.peer_lost(sender)
 
+    @property
+    def num_open_lanes(self) -> int:
+        return self._lanes.num_open
+
     async def drain(self) -> None:
         """Wait until what ended has also let go of its threads and sockets."""
         arriving = [t.arriving[1] for t in self._all() if t.arriving is not None]

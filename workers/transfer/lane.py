@@ -61,7 +61,7 @@ class ProcessGroupTransport:
         self._device = device or torch.device("cuda" if name == "nccl" else "cpu")
         if name == "nccl":
             require_nccl(self._device)
-        self._store: StoreServer | None = None
+        self.store: StoreServer | None = None
 
     @property
     def name(self) -> str:
@@ -69,9 +69,9 @@ class ProcessGroupTransport:
 
     def address(self) -> tuple[str, int]:
         """This worker's store, started on first use."""
-        if self._store is None:
-            self._store = StoreServer(self._host)
-        return self._store.address
+        if self.store is None:
+            self.store = StoreServer(self._host)
+        return self.store.address
 
     def sending_end(self, endpoint: LaneEndpoint) -> Lane:
         return self._end(endpoint, SENDER_RANK)
@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         return self._end(endpoint, RECEIVER_RANK)
 
     def close(self) -> None:
-        self._store = None
+        self.store = None
 
     def _end(self, endpoint: LaneEndpoint, rank: int) -> Lane:
         if endpoint.transport != self._name:
@@ -152,7 +152,7 @@ class ProcessGroupLane:
         except asyncio.CancelledError:
             self.discard("cancelled")
             raise
-        if self._lost.done():
+        if not running.done():
             raise Unavailable(f"lane {self._endpoint.lane_id} was lost: {self._lost.result()}")
         try:
             return running.result()

@@ -60,6 +60,28 @@ class _Route:
     num_users: int = 0
 
 
+class Turn:
+    """The use of one receiver's lane for one section; made by `LanePool.section`."""
+
+    def __init__(self, pool: LanePool, route: _Route, peer: Peer) -> None:
+        self._pool = pool
+        self._route = route
+        self._peer = peer
+
+    async def lane(self) -> OpenedLane:
+        """The lane; opened now if there is none.
+
+        Raises:
+            Unavailable: it could not be opened, or the pool is closed.
+        """
+        return self._route.opened or await self._pool.open(self._route, self._peer)
+
+    def lose(self, reason: str) -> None:
+        """Give the lane up, if it is still there."""
+        if self._route.opened is not None:
+            self._pool.discard(self._route, reason)
+
+
 class LanePool:
     """The sending ends of one worker's lanes.
 
@@ -98,24 +120,19 @@ class LanePool:
         return len(self._closing)
 
     @asynccontextmanager
-    async def section(self, receiver: str, peer: Peer) -> AsyncIterator[OpenedLane]:
-        """The lane to a receiver, for one section. An error inside the block loses the lane.
-
-        Raises:
-            Unavailable: the lane could not be opened, or the pool is closed.
-        """
+    async def section(self, receiver: str, peer: Peer) -> AsyncIterator[Turn]:
+        """This caller's turn to send one section; an error inside the block loses the lane."""
         route = self._routes.setdefault(receiver, _Route())
         route.num_users += 1
         try:
             async with route.lock:
-                opened = route.opened or await self._open(route, peer)
-                self._routes.move_to_end(receiver)
+                turn = Turn(self, route, peer)
                 try:
-                    yield opened
+                    yield turn
                 except BaseException as error:
-                    if route.opened is opened:
-                        self._discard(route, f"a section ended by {error!r}")
+                    turn.lose(f"a section ended by {error!r}")
                     raise
+                self._routes.move_to_end(receiver)
         finally:
             route.num_users -= 1
             self._forget_if_unused(receiver, route)
@@ -125,7 +142,7 @@ class LanePool:
         """The receiver died: give its lane up; what uses it fails at once."""
         route = self._routes.get(receiver)
         if route is not None and route.opened is not None:
-            self._discard(route, f"{receiver} died", tell_peer=False)
+            self.discard(route, f"{receiver} died", tell_peer=False)
             self._forget_if_unused(receiver, route)
             self._changed.set()
 
@@ -134,7 +151,7 @@ class LanePool:
         self._closed = True
         for receiver, route in list(self._routes.items()):
             if route.opened is not None:
-                self._discard(route, "the worker closed its lanes")
+                self.discard(route, "the worker closed its lanes")
             self._forget_if_unused(receiver, route)
         self._changed.set()
 
@@ -142,7 +159,8 @@ class LanePool:
         """Wait until lanes that were given up are gone."""
         await self._closing.drain()
 
-    async def _open(self, route: _Route, peer: Peer) -> OpenedLane:
+    async def open(self, route: _Route, peer: Peer) -> OpenedLane:
+        """Open a route's lane (for `Turn`, which holds the route's lock)."""
         await self._make_room()
         self._num_opened_ever += 1
         endpoint = LaneEndpoint(
@@ -160,7 +178,7 @@ class LanePool:
             await opened.lane.open()
         except BaseException as error:
             if route.opened is opened:
-                self._discard(route, f"opening ended by {error!r}")
+                self.discard(route, f"opening ended by {error!r}")
             raise
         return opened
 
@@ -172,12 +190,13 @@ class LanePool:
                 return
             idle = next((r for r in self._routes if not self._routes[r].num_users), None)
             if idle is not None:
-                self._discard(self._routes.pop(idle), "made room for another lane")
+                self.discard(self._routes.pop(idle), "made room for another lane")
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _discard(self, route: _Route, reason: str, tell_peer: bool = True) -> None:
+    def discard(self, route: _Route, reason: str, tell_peer: bool = True) -> None:
+        """Give a route's lane up (for `Turn`)."""
         opened, route.opened = route.opened, None
         assert opened is not None
         self._closing.add(opened.lane, reason)

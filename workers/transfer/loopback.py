@@ -150,11 +150,12 @@ class LoopbackLane:
         either: set[asyncio.Future[Any]] = {task, self._wire.lost}
         try:
             await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            # What has crossed has crossed, even if the other end is discarded right after.
+            if task.done():
+                return task.result()
             if self._wire.lost.done():
                 raise Unavailable(f"lane {self._lane_id} was lost: {self._wire.lost.result()}")
-            if not task.done():
-                raise Unavailable(f"lane {self._lane_id}: nothing moved for {timeout_s:g} s")
-            return task.result()
+            raise Unavailable(f"lane {self._lane_id}: nothing moved for {timeout_s:g} s")
         except BaseException:
             self.discard("a call on the other end ended early")
             raise

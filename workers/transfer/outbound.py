@@ -181,11 +181,7 @@ class _Outbound:
                 self._require_running()
                 _check_payload(section, payload)
                 self._state = TransferState.SENDING
-                try:
-                    checksum = await self._cross(section, payload)
-                except LaneNotOpen:
-                    # The receiver had closed an idle lane; it has read nothing of this section.
-                    checksum = await self._cross(section, payload)
+                checksum = await self._cross(section, payload)
                 self._require_running()
                 self._checksums.append(checksum)
                 self._num_bytes_sent += section.num_bytes
@@ -235,23 +231,26 @@ class _Outbound:
             raise
 
     async def _cross(self, section: Section, payload: torch.Tensor) -> int:
-        """Move one section over the lane while its control message is under way."""
-        async with (
-            self._lanes.section(self.receiver, self._peer) as opened,
-            self._budget.hold(section.num_bytes),
-        ):
-            self._require_running()
-            message = SendSection(
-                self._manifest.transfer_id,
-                self._manifest.generation,
-                opened.endpoint.lane_id,
-                section,
-            )
-            return await self._exchange(opened, message, payload)
+        """Move one section, over a new lane if the receiver closed the old one when idle."""
+        async with self._lanes.section(self.receiver, self._peer) as turn:
+            opened = await turn.lane()
+            async with self._budget.hold(section.num_bytes):
+                self._require_running()
+                try:
+                    return await self._exchange(opened, section, payload)
+                except LaneNotOpen as error:
+                    # It has read nothing of this section. A new lane stays until its first use.
+                    turn.lose(str(error))
+                    return await self._exchange(await turn.lane(), section, payload)
 
-    async def _exchange(
-        self, opened: OpenedLane, message: SendSection, payload: torch.Tensor
-    ) -> int:
+    async def _exchange(self, opened: OpenedLane, section: Section, payload: torch.Tensor) -> int:
+        """Move the payload while its control message is under way; returns its checksum."""
+        message = SendSection(
+            self._manifest.transfer_id,
+            self._manifest.generation,
+            opened.endpoint.lane_id,
+            section,
+        )
         loop = asyncio.get_running_loop()
         # The receiver answers after the payload's last chunk, however long the payload takes.
         answer = loop.create_task(_answer(self._peer, message))
