@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
-import json
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from numpy.typing import NDArray
 
+from ripresa.kernels import dispatch as ops
 from ripresa.workers.errors import CheckpointError
+from ripresa.workers.models.checkpoint_index import open_shards
+from ripresa.workers.models.shard import TensorEntry
 
-_PLAIN = (torch.bfloat16, torch.float32, torch.float16)
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes that will be."""
+
+TILE = 32
+MAX_SCALE_CODE = 246
+"""An E8M0 code of 2^119: times E4M3's 448 it is the largest that float32 holds. 255 is NaN."""
+
+PLAIN = frozenset(("BF16", "F16", "F32"))
 
 
 class Checkpoint:
     """A folder with `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
-    Opening reads headers only; `read` maps the one tensor that is asked for.
+    Opening reads headers only, and `read` one tensor and its scales; beside its result it needs the
+    memory of the stored tensor. Nothing outside the folder is ever read.
+
+    Args:
+        folder: the checkpoint.
+        progress: told after each tensor that is read.
 
     Raises:
-        CheckpointError: the folder, its index or a shard is missing or unreadable.
+        CheckpointError: the folder, its index or a shard is missing, corrupt or contradictory.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
         self.folder = folder
-        self._file_of = _tensor_files(folder)
-        self._open: dict[Path, safe_open] = {}
+        self._shards = open_shards(folder)
+        self._entries = {
+            name: entry for shard in self._shards.values() for name, entry in shard.entries.items()
+        }
+        self._progress = progress
+        self._num_read = 0
+        self._num_expected = 0
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -40,71 +62,174 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        self._open.clear()
+        """Mapped tensors stay readable."""
+        for shard in self._shards.values():
+            shard.close()
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+        return frozenset(self._entries)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A plain (bf16, f16 or f32) tensor as float32 of exactly `shape`.
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every tensor's type, shape and place."""
+        return MappingProxyType(self._entries)
+
+    def expect(self, num_bytes: int) -> None:
+        """Say how many bytes will be read, for whoever follows the progress."""
+        self._num_read, self._num_expected = 0, num_bytes
+
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor's type, shape and place.
 
         Raises:
-            CheckpointError: missing, of another shape or type, or not readable.
+            CheckpointError: there is no such tensor.
         """
-        if name not in self._file_of:
+        entry = self._entries.get(name)
+        if entry is None:
             raise CheckpointError(
-                f"{self.folder} has no tensor {name}; is it a V4.1 checkpoint of this config.json?",
+                f"{self.folder} has no such tensor; is it a V4.1 checkpoint of this config.json?",
                 tensor=name,
             )
-        path = self._file_of[name]
-        try:
-            tensor: torch.Tensor = self._shard(path).get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}", tensor=name) from error
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"is {list(tensor.shape)} in {path.name}, config.json implies {list(shape)}",
-                tensor=name,
-            )
-        if tensor.dtype not in _PLAIN:
-            raise CheckpointError(
-                f"is stored as {tensor.dtype} in {path.name}; only bf16, f16 and f32 are supported",
-                tensor=name,
-            )
-        return tensor.to(torch.float32)
+        return entry
 
-    def _shard(self, path: Path) -> safe_open:
-        if path not in self._open:
-            self._open[path] = _open_shard(path)
-        return self._open[path]
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor as float32 of exactly `shape`, its scales applied.
 
+        Plain tensors are bf16, f16 or f32. Quantised ones are E4M3 with a scale per 32 x 32 tile,
+        or packed E2M1 with one per row and 32 columns; the scales of `X.weight` are `X.scale`.
 
-def _open_shard(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; copy the whole checkpoint folder") from error
-    except (SafetensorError, OSError) as error:
+        Raises:
+            CheckpointError: missing, of another shape or type, without its scales, or not readable.
+        """
+        entry = self.entry(name)
+        if entry.dtype in PLAIN:
+            self._require_shape(entry, shape, shape)
+            return self.read_raw(name).to(torch.float32)
+        if entry.dtype == "F8_E4M3" and len(shape) == 2:
+            self._require_shape(entry, shape, shape)
+            tiles = (-(-shape[0] // TILE), -(-shape[1] // TILE))
+            scale = self._read_scale(entry, tiles, "32 x 32 tile")
+            return ops.dequantise_f8(self.read_raw(name), scale)
+        if entry.dtype == "I8" and len(shape) == 2 and shape[1] % TILE == 0:
+            self._require_shape(entry, (shape[0], shape[1] // 2), shape)
+            groups = (shape[0], shape[1] // TILE)
+            scale = self._read_scale(entry, groups, "row and 32 columns")
+            return ops.dequantise_fp4(self.read_raw(name), scale)
         raise CheckpointError(
-            f"{path} is corrupt or truncated ({error}); copy the file again"
-        ) from error
+            f"is stored as {entry.dtype} in {entry.file}, which a tensor of shape {list(shape)} "
+            "cannot be; F32, F16, BF16, F8_E4M3 with scales and packed I8 with scales are read",
+            tensor=name,
+        )
 
+    def read_raw(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored, of the type and shape in `entry`.
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if not index.exists():
-        if not single.exists():
+        Raises:
+            CheckpointError: missing or not readable.
+        """
+        entry = self.entry(name)
+        content = self._shards[entry.file].read(entry)
+        self._num_read += entry.num_bytes
+        if self._progress is not None:
+            self._progress(self._num_read, max(self._num_read, self._num_expected))
+        return content
+
+    def map_rows(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor's rows, read-only: [rows, bytes of a row].
+
+        Rows are fetched from the file when they are touched, through the page cache that all
+        processes of the machine share. They outlive the checkpoint's `close`.
+
+        Raises:
+            CheckpointError: missing, or without rows.
+        """
+        entry = self.entry(name)
+        if not entry.shape or entry.num_bytes == 0:
+            raise CheckpointError(f"has no rows in {entry.file}", tensor=name)
+        try:
+            return self._shards[entry.file].map(entry)
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+                f"cannot be mapped from {entry.file}: {error}", tensor=name
+            ) from error
+
+    def _read_scale(self, weight: TensorEntry, shape: tuple[int, int], per: str) -> torch.Tensor:
+        """The E8M0 codes of a weight's scales, uint8."""
+        name = f"{weight.name.removesuffix('.weight')}.scale"
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"is missing: {weight.name} is stored as {weight.dtype} in {weight.file} and needs "
+                f"a scale per {per}",
+                tensor=name,
             )
-        return dict.fromkeys(_open_shard(single).keys(), single)
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-    for name, file in entries.items():
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{index.name} points outside the folder: {file!r}", tensor=name)
-    return {name: folder / file for name, file in entries.items()}
+        check_scale(entry, shape, weight.name)
+        codes = self.read_raw(name).view(torch.uint8)
+        check_scale_codes(codes, entry)
+        return codes
+
+    def _require_shape(
+        self, entry: TensorEntry, stored: tuple[int, ...], logical: tuple[int, ...]
+    ) -> None:
+        if entry.shape != stored:
+            raise CheckpointError(
+                f"is {list(entry.shape)} in {entry.file}, config.json implies {list(stored)}"
+                + ("" if stored == logical else f" for {list(logical)} packed in pairs"),
+                tensor=entry.name,
+            )
+
+
+def check_scale(entry: TensorEntry, shape: tuple[int, int], weight: str) -> None:
+    """Refuse scales of another type or shape than a weight needs.
+
+    Raises:
+        CheckpointError: naming the scale's tensor and file.
+    """
+    if entry.dtype != "F8_E8M0" or entry.shape != shape:
+        raise CheckpointError(
+            f"is {entry.dtype} {list(entry.shape)} in {entry.file}, but {weight} needs F8_E8M0 "
+            f"{list(shape)}",
+            tensor=entry.name,
+        )
+
+
+def check_scale_codes(codes: torch.Tensor, entry: TensorEntry) -> None:
+    """Refuse scales that are NaN, or so large that a weight could be infinite.
+
+    Args:
+        codes: E8M0 codes of any shape, uint8.
+
+    Raises:
+        CheckpointError: naming the scale's tensor and file.
+    """
+    largest = int(codes.max()) if codes.numel() else 0
+    if largest > MAX_SCALE_CODE:
+        value = "NaN" if largest == 255 else f"2^{largest - 127}, which overflows,"
+        raise CheckpointError(
+            f"holds the scale {value} in {entry.file}: the file is damaged; copy it again",
+            tensor=entry.name,
+        )
+
+
+class ProgressLines:
+    """Says how far a load is: after two seconds first, then whenever that time has doubled.
+
+    Args:
+        what: how the lines begin.
+        say: what takes a line.
+    """
+
+    def __init__(
+        self, what: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what = what
+        self._say = say
+        self._clock = clock
+        self._began = clock()
+        self._next_s = 2.0
+
+    def __call__(self, done: int, total: int) -> None:
+        elapsed = self._clock() - self._began
+        if elapsed >= self._next_s:
+            self._next_s = 2 * elapsed
+            self._say(f"{self._what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB in {elapsed:.0f} s")

@@ -323,7 +323,7 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         draft=_parse_draft(fields),
         bos_token_id=fields.integer("bos_token_id", 0, default=0),
         eos_token_id=fields.integer("eos_token_id", 0, default=1),
-        quantised="quantization_config" in document,
+        quantised=_parse_quantisation(document),
     )
 
 
@@ -341,6 +341,18 @@ def _parse_engram(fields: _Fields) -> EngramConfig:
         pad_token_id=fields.integer("engram_pad_token_id", 0),
         compressed_vocab_size=fields.integer("engram_compressed_vocab_size"),
     )
+
+
+def _parse_quantisation(document: Mapping[str, Any]) -> bool:
+    """Whether weights may be stored in the release's quantised formats."""
+    if document.get("quantization_config") is None:
+        return False
+    section = _Fields(document, "").section("quantization_config")
+    section.equal("quant_method", "fp8")
+    section.equal("weight_block_size", [32, 32])
+    section.equal("scale_fmt", "ue8m0")
+    section.equal("expert_dtype", "fp4")
+    return True
 
 
 def _parse_draft(fields: _Fields) -> DraftConfig:
