@@ -1,7 +1,8 @@
 # What can I do here? `make` alone lists it. Every target makes the virtual environment it needs.
 
 PYTHON ?= python3
-CONFIG ?= k8s/config.yaml
+# Empty: all defaults, which listen on loopback alone.
+CONFIG ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ help:  ## List the targets.
 demo: $(INSTALLED)  ## Start a local cluster, stream an answer, stop everything.
 	$(BIN)/ripresa demo
 
-serve: $(INSTALLED)  ## Serve until interrupted: make serve CONFIG=path/to/config.yaml
+serve: $(INSTALLED)  ## Serve until interrupted, by the settings of CONFIG=path if given.
 	$(BIN)/ripresa serve $(CONFIG)
 
 test: $(INSTALLED)  ## Fast tests: no cluster, no compile sweeps (under 15 minutes on 2 cores).
