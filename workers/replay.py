@@ -24,6 +24,14 @@ class PlanKind(StrEnum):
     ANCHOR = "anchor"
 
 
+class ReplayMode(StrEnum):
+    """Which cached blocks a request may reuse, and what its encoder windows are then worth."""
+
+    BOUNDED = "bounded"
+    EXACT = "exact"
+    CANONICAL = "canonical"
+
+
 class TailVariant(StrEnum):
     """Which sliding-window rows the decoder half of a prefill may read."""
 
@@ -47,6 +55,10 @@ class Recipe:
         tail: which rows the decoder half reads.
         seed: the sampling seed really used.
         rules_version: version of these rules.
+        anchor_interval: A of mode canonical, whose decode restarts at every later multiple too;
+            None in the other modes.
+        source_floor: lowest of layer E's own window rows that a decoder row may read, if it lies
+            below `decoder_start` (tail layer_exact); None if it is `decoder_start`.
     """
 
     kind: PlanKind
@@ -58,13 +70,62 @@ class Recipe:
     tail: TailVariant
     seed: int
     rules_version: str = RULES_VERSION
+    anchor_interval: int | None = None
+    source_floor: int | None = None
 
 
-def decoder_start(num_tokens: int, window: int, tail: TailVariant, start: int) -> int:
-    """First decoder row of a prefill of `num_tokens` positions (replay rules, section 2)."""
-    if tail is TailVariant.FULL:
-        return start
-    return max(0, num_tokens - window)
+def decoder_start(
+    num_tokens: int,
+    window: int,
+    tail: TailVariant,
+    start: int,
+    num_decoder_layers: int | None = None,
+) -> int:
+    """First decoder row of a prefill of `num_tokens` positions (replay rules, sections 2 and 5).
+
+    Tail `exact` needs the encoder output of the last 1 + (W-1)D positions and so D, the number of
+    decoder layers; the other tails do not.
+    """
+    match tail:
+        case TailVariant.FULL:
+            return start
+        case TailVariant.EXACT:
+            if num_decoder_layers is None:
+                raise ValueError("tail 'exact' depends on the number of decoder layers")
+            return max(0, num_tokens - 1 - (window - 1) * num_decoder_layers)
+        case TailVariant.FLOORED | TailVariant.LAYER_EXACT:
+            return max(0, num_tokens - window)
+
+
+def canonical_restarts(stop: int, interval: int) -> tuple[int, ...]:
+    """Lineage canonical(A) of rows that end at `stop`: every multiple of A below it, but 0."""
+    return tuple(range(interval, stop, interval))
+
+
+def follows(
+    mode: ReplayMode,
+    lineage: tuple[int, ...],
+    restarts: tuple[int, ...],
+    boundary: int,
+    interval: int | None,
+) -> bool:
+    """Whether a block with `restarts` may come next in a reused chain (replay rules, section 5).
+
+    Args:
+        lineage: restarts of the block before it; () for none.
+        boundary: the block's first position. A restart below the block's end that the block
+            before it does not have can only be this one.
+        interval: A of mode canonical; None in the other modes.
+    """
+    extended = (*lineage, boundary) if boundary else lineage
+    match mode:
+        case ReplayMode.BOUNDED:
+            return restarts in (lineage, extended)
+        case ReplayMode.EXACT:
+            return not restarts
+        case ReplayMode.CANONICAL:
+            assert interval is not None
+            return restarts == (lineage if boundary % interval else extended)
 
 
 def cold_recipe(num_tokens: int, window: int, tail: TailVariant, seed: int) -> Recipe:
