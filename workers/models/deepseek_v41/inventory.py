@@ -97,9 +97,9 @@ def take_inventory(entries: Mapping[str, TensorEntry], config: ModelConfig) -> I
         if tensor.scale is not None:
             used.add(tensor.scale.name)
     if missing:
-        rest = f", and so are {len(missing) - 1} more" if len(missing) > 1 else ""
+        others = f", one of {len(missing)} missing tensors" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"is missing{rest}; copy the whole folder, or use the config.json that belongs to it",
+            f"is missing{others}; copy the whole folder, or use the config.json that belongs to it",
             tensor=missing[0],
         )
     vision: list[TensorEntry] = []
