@@ -31,7 +31,8 @@ class EncoderPass:
     """Consecutive encoder rows with one read floor.
 
     A later pass of a plan begins W rows before the earlier one ends: it recomputes them with a
-    floor of its own into a second ring, which replaces the first for all rows after.
+    floor of its own into a second ring, which replaces the first for all rows after. The decoder
+    half does not restart: it takes such a row's output from the earlier pass.
 
     Attributes:
         start, stop: rows.

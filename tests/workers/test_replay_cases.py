@@ -51,11 +51,11 @@ def test_worked_cases(shared: Path) -> None:
         assert numbers(plan) == expected, case["name"]
 
 
-def test_golden_replays_are_planned_from_24_tokens() -> None:
-    """Window 8, rewind 6, 40 tokens: the bounds of the golden replays, 16, 24 and 40."""
-    geometry = ReplayGeometry(8, 6, 4, 4)
+@pytest.mark.parametrize("num_tokens", [40, 44])
+def test_golden_replays_are_planned_from_24_tokens(num_tokens: int) -> None:
+    """The golden checkpoints have window 8 and 4 + 4 layers; their replays are of [16, 24)."""
     chain = [BlockIdentity(b"%d" % k, ()) for k in range(5)]
-    plan = plan_prefill(PrefillQuery(geometry, 40, chain))
+    plan = plan_prefill(PrefillQuery(ReplayGeometry(8, 6, 4, 4), num_tokens, chain))
     assert plan.replay == (16, 24)
 
 
