@@ -36,7 +36,7 @@ from ripresa.workers.encoder_worker import EncoderWorker
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
-from ripresa.workers.worker_process import model_folder
+from ripresa.workers.worker_process import model_folder, transport_name
 from ripresa.workers.worker_settings import WorkerSettings
 
 APP_NAME = "ripresa"
@@ -84,7 +84,7 @@ def build_app(config: ClusterConfig) -> Application:
         max_running=gateway.max_running,
         drain_grace_s=gateway.drain_grace_s,
         default_tail=config.default_tail,
-        transfer_backend=config.transfer.backend,
+        transfer_backend=transport_name(config.transfer.backend),
         shares_port=gateway.replicas > 1,
     )
     return _deploy(Gateway, gateway.replicas, shutdown_s=gateway.drain_grace_s + 10).bind(

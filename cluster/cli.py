@@ -157,8 +157,9 @@ def verify() -> None:
 
 @verify.command("golden")
 @click.argument("cases", metavar="CASE...", nargs=-1, required=True)
+@click.option("--quick", is_flag=True, help="One process and split only, no other chunkings.")
 @click.pass_context
-def verify_golden(ctx: click.Context, cases: tuple[str, ...]) -> None:
+def verify_golden(ctx: click.Context, cases: tuple[str, ...], quick: bool) -> None:
     """Recompute golden folders; a line a tensor: largest difference, limit, verdict.
 
     CASE is a folder with a checkpoint, inputs and reference tensors. Tensors of features that are
@@ -171,7 +172,7 @@ def verify_golden(ctx: click.Context, cases: tuple[str, ...]) -> None:
     with progress("verifying"):
         from ripresa.workers.verify_golden import verify_golden as verify_folders
 
-        agrees = verify_folders([Path(case) for case in cases], click.echo)
+        agrees = verify_folders([Path(case) for case in cases], click.echo, quick=quick)
     if not agrees:
         ctx.exit(FAILED)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
+from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import EngineConfig, Numerics
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
@@ -172,6 +173,8 @@ class ClusterConfig:
     Attributes:
         numerics: `deterministic` gives a stream the same tokens whatever runs beside it, and
             costs speed; `fast` does not pad.
+        kv_format: `packed` stores cached rows in the released number formats; `float32` as they
+            are computed, for debugging.
         default_tail: tail variant of requests that name none.
         torch_threads: threads of torch in each worker process.
     """
@@ -183,6 +186,7 @@ class ClusterConfig:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     numerics: Numerics = Numerics.FAST
+    kv_format: KVFormat = KVFormat.PACKED
     default_tail: TailVariant = TailVariant.FLOORED
     torch_threads: int = setting(1, at_least=1)
 
@@ -232,6 +236,7 @@ class ClusterConfig:
             num_blocks=workers.num_blocks,
             default_tail=self.default_tail,
             numerics=self.numerics,
+            kv_format=self.kv_format,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,
                 hand_over_timeout_s=self.transfer.hand_over_timeout_s,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ripresa.kernels.codecs.weights import quantise_f8_rows as quantise_f8_rows
     from ripresa.kernels.codecs.weights import quantise_fp4 as quantise_fp4
     from ripresa.kernels.compressor.reference import compress_pairs as compress_pairs
+    from ripresa.kernels.engram.reference import engram_inject as engram_inject
     from ripresa.kernels.hyper_connections.reference import hc_collapse as hc_collapse
     from ripresa.kernels.hyper_connections.reference import hc_expand as hc_expand
     from ripresa.kernels.hyper_connections.reference import hc_mix as hc_mix
@@ -82,6 +83,7 @@ _OPS: dict[str, _Row] = {
     "round_linear_input": _Row("codecs.grids:round_linear_input"),
     "window_grid": _Row("codecs.grids:window_grid"),
     "compress_pairs": _Row("compressor.reference:compress_pairs"),
+    "engram_inject": _Row("engram.reference:engram_inject"),
     "grouped_linear": _Row("linear.reference:grouped_linear"),
     "hc_collapse": _Row("hyper_connections.reference:hc_collapse"),
     "hc_expand": _Row("hyper_connections.reference:hc_expand"),

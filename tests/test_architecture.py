@@ -27,12 +27,12 @@ VIOLATIONS = [
         "import triton.language",
     ),
     (
-        "Kernels only through the dispatcher, from models, runner and sampler",
+        "Kernels only through the dispatcher, from models, runner, sampler and KV memory",
         "workers/models/base.py",
         "import ripresa.kernels.window_attention.reference",
     ),
     (
-        "Kernels only through the dispatcher, from models, runner and sampler",
+        "Kernels only through the dispatcher, from models, runner, sampler and KV memory",
         "workers/request.py",
         "import ripresa.kernels.dispatch",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.replay import TailVariant
 
@@ -51,6 +52,7 @@ class EngineConfig:
         num_blocks: KV blocks in the worker's pool.
         default_tail: the tail variant of requests that name none.
         numerics: whether results may depend on batch mates in rounding.
+        kv_format: how cached rows are stored.
         transfer: hand-over settings.
     """
 
@@ -59,6 +61,7 @@ class EngineConfig:
     num_blocks: int = 1024
     default_tail: TailVariant = TailVariant.FLOORED
     numerics: Numerics = Numerics.DETERMINISTIC
+    kv_format: KVFormat = KVFormat.PACKED
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class DecodeWorker:
         self._worker_id, self._node_id = own_identity()
         self._runner = await start_runner(settings, Half.ALL)
         self._engine = DecodeEngine(self._worker_id, self._runner, settings.engine)
-        transport = start_transport(settings, self._runner.device)
+        transport = start_transport(settings)
         self._transfers = InboundTransfers(self._engine, transport, settings.lanes)
         await self._engine.start()
         self._heartbeat = Heartbeat(

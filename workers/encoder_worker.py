@@ -42,7 +42,7 @@ class EncoderWorker:
     ) -> None:
         self._worker_id, self._node_id = own_identity()
         self._runner = await start_runner(settings, Half.ENCODER)
-        transport = start_transport(settings, self._runner.device)
+        transport = start_transport(settings)
         self._transfers = OutboundTransfers(
             self._worker_id,
             lambda worker_id: _RemotePeer(decoders, worker_id),

@@ -9,14 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import Numerics
-from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.errors import ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.engram import Engram
+from ripresa.workers.models.deepseek_v41.engram_ids import Ids, check_tokenizer
+from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as compressed_ids_of
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
@@ -36,6 +40,9 @@ class TorchModelRunner:
         config: geometry.
         weights: the encoder half or the whole model.
         num_blocks, num_slots: KV pool size, and sequences at once.
+        kv_format: how cached rows are stored.
+        round_inputs: round the inputs of linears that the release quantises (`w8a8`).
+        compressed_ids: [vocab_size] int64 for n-gram hashing; needed by a model with Engram.
         poison: fill unwritten KV memory with NaN (tests).
         observer: sees intermediate tensors (verification).
     """
@@ -50,20 +57,39 @@ class TorchModelRunner:
         numerics: Numerics = Numerics.FAST,
         model_digest: str = "",
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        kv_format: KVFormat = KVFormat.PACKED,
+        round_inputs: bool = False,
+        compressed_ids: Ids | None = None,
         poison: bool = False,
         observer: Observer | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
-        self.layout = kv_layout(config, model_digest)
+        self.layout = kv_layout(config, kv_format, model_digest)
         self.device = weights.embed.device
         self._min_rows = DETERMINISTIC_ROWS if numerics is Numerics.DETERMINISTIC else 0
         last = config.split + 1 if weights.half is Half.ENCODER else config.num_hidden_layers
         self.cache = KVCache(
             self.layout, num_blocks, num_slots, range(last), self.device, poison=poison
         )
+        self._engram = None
+        if config.engram.layer_ids:
+            if compressed_ids is None:
+                raise ConfigError(
+                    "model.path", "a model with Engram needs its tokenizer.json to hash n-grams"
+                )
+            self._engram = Engram(
+                config, weights.engram, compressed_ids, self._min_rows, round_inputs
+            )
         self._model = DeepseekV41(
-            config, weights, self.cache, self._min_rows, workspace_bytes, observer
+            config,
+            weights,
+            self.cache,
+            self._min_rows,
+            workspace_bytes,
+            self._engram,
+            round_inputs,
+            observer,
         )
 
     @property
@@ -117,7 +143,11 @@ class TorchModelRunner:
             [t for s in steps for t in s.token_ids], dtype=torch.int64, device=self.device
         )
         stops = [s.decoder_floor if s.write_source_window else 0 for s in steps]
-        streams, pre = self._model.encode(rows, token_ids, stops)
+        table_rows: dict[int, Ids] = {}
+        if self._engram is not None:
+            looked_up = [(s.token_ids, s.lookback_ids, s.encoder_start) for s in steps]
+            table_rows = self._engram.lookup(looked_up)
+        streams, pre = self._model.encode(rows, token_ids, stops, table_rows)
         output.num_encoder_rows = rows.num_rows
         encoded: dict[int, EncoderOutput] = {}
         first = 0
@@ -217,9 +247,10 @@ class TorchModelRunner:
     ) -> torch.Tensor:
         if output.stop != num_tokens:
             raise InvalidArgument("output", f"ends at {output.stop}, the prompt at {num_tokens}")
-        state = self.cache.export_state(slot, block_table, num_tokens, output.start, source_window)
-        tail = torch.cat((output.hidden.flatten(), output.pre_mix.flatten()))
-        return torch.cat((state, tail.view(torch.uint8)))
+        parts = self.cache.export_state(slot, block_table, num_tokens, output.start, source_window)
+        for tensor in (output.hidden, output.pre_mix):
+            parts.append(tensor.contiguous().view(torch.uint8).flatten())
+        return torch.cat(parts)
 
     def import_state(
         self,
@@ -234,20 +265,20 @@ class TorchModelRunner:
             slot, block_table, num_tokens, output_start, source_window, payload
         )
         rows, n, d = num_tokens - output_start, self.layout.streams, self.layout.hidden_size
-        hidden, pre_mix = rest.split((rows * n * d, rows * n))
-        # The payload is a staging buffer that the next section overwrites.
-        return EncoderOutput(
-            output_start, hidden.view(rows, n, d).clone(), pre_mix.view(rows, n).clone()
-        )
+        # A copy: the payload is a staging buffer that the next section overwrites, and its
+        # packed parts leave the streams at any byte.
+        values = rest.clone().view(torch.float32)
+        hidden, pre_mix = values.split((rows * n * d, rows * n))
+        return EncoderOutput(output_start, hidden.view(rows, n, d), pre_mix.view(rows, n))
 
     def release_slot(self, slot: int) -> None:
         self.cache.release_slot(slot)
 
 
-def kv_layout(config: ModelConfig, model_digest: str) -> KVLayout:
+def kv_layout(config: ModelConfig, kv_format: KVFormat, model_digest: str) -> KVLayout:
     """The KV layout of a model; `model_digest` names geometry and weights."""
     return KVLayout(
-        format=KVFormat.FLOAT32,
+        format=kv_format,
         window=config.sliding_window,
         head_dim=config.head_dim,
         index_head_dim=config.index_head_dim,
@@ -266,10 +297,15 @@ def load_runner(
     num_blocks: int,
     num_slots: int,
     numerics: Numerics,
+    kv_format: KVFormat = KVFormat.PACKED,
+    round_inputs: bool = False,
+    compressed_ids: Ids | None = None,
     poison: bool = False,
     observer: Observer | None = None,
 ) -> TorchModelRunner:
     """Load one half of a checkpoint folder and its KV memory.
+
+    Without `compressed_ids`, a model with Engram takes them from the folder's tokenizer.json.
 
     Raises:
         ConfigError, CheckpointError: naming the field or tensor at fault.
@@ -277,6 +313,8 @@ def load_runner(
     config = ModelConfig.from_file(folder / "config.json")
     with Checkpoint(folder) as checkpoint:
         weights = load_weights(checkpoint, config, half)
+    if config.engram.layer_ids and compressed_ids is None:
+        compressed_ids = _compressed_ids(folder, config)
     return TorchModelRunner(
         config,
         weights,
@@ -284,9 +322,22 @@ def load_runner(
         num_slots=num_slots,
         numerics=numerics,
         model_digest=model_digest(folder, config),
+        kv_format=kv_format,
+        round_inputs=round_inputs,
+        compressed_ids=compressed_ids,
         poison=poison,
         observer=observer,
     )
+
+
+def _compressed_ids(folder: Path, config: ModelConfig) -> Ids:
+    """The compressed ids of a checkpoint's own tokenizer, checked against its config."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError("model.path", f"{path} is missing; Engram hashes what it decodes")
+    ids = compressed_ids_of(Tokenizer.from_file(str(path)))
+    check_tokenizer(ids, config.engram.compressed_vocab_size)
+    return ids
 
 
 def model_digest(folder: Path, config: ModelConfig) -> str:

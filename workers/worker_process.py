@@ -18,6 +18,9 @@ from ripresa.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+DEVICE = torch.device("cpu")
+"""Where weights and KV live."""
+
 
 def model_folder(path: str) -> Path:
     """The checkpoint folder that a `model.path` setting names; empty is the demo model.
@@ -48,6 +51,7 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
         num_blocks=engine.num_blocks,
         num_slots=engine.max_num_seqs,
         numerics=engine.numerics,
+        kv_format=engine.kv_format,
     )
     _warm_up(runner, half)
     logger.info(
@@ -76,11 +80,20 @@ def _warm_up(runner: TorchModelRunner, half: Half) -> None:
     runner.release_slot(0)
 
 
-def start_transport(settings: WorkerSettings, device: torch.device) -> Transport:
+def transport_name(setting: str) -> str:
+    """The transport that a setting means between two workers of this build, which run on CPUs.
+
+    Raises:
+        ConfigError: the setting names no transport.
+    """
+    return choose_transport(setting, DEVICE, DEVICE)
+
+
+def start_transport(settings: WorkerSettings) -> Transport:
     """This worker's transport.
 
     Raises:
         ConfigError: the setting names no transport, or it cannot work here.
     """
-    name = choose_transport(settings.transport, device, device)
-    return create_transport(name, settings.host, device, settings.lanes)
+    name = transport_name(settings.transport)
+    return create_transport(name, settings.host, DEVICE, settings.lanes)

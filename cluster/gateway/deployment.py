@@ -80,7 +80,7 @@ class Gateway:
             self._router,
             start.model,
             Tokenizer(Path(start.tokenizer_file)),
-            GatewayMetrics(),
+            GatewayMetrics(backends=(start.transfer_backend,)),
             default_tail=start.default_tail,
             max_running=start.max_running,
             transfer_backend=start.transfer_backend,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ripresa.kernels.codecs.grids import round_linear_input
 from ripresa.kernels.lanes.reference import whole_lanes
 from ripresa.kernels.linear.reference import linear
 
@@ -38,16 +39,20 @@ def swiglu_expert(
     limit: float,
     weights: torch.Tensor | None = None,
     min_rows: int = 0,
+    round_inputs: bool = False,
 ) -> torch.Tensor:
     """One expert: `w2 (weights * silu(min(w1 x, limit)) * clamp(w3 x, +-limit))`.
 
     Args:
         x: [T, d]; w13: [2 I, d], w1 above w3; w2: [d, I]; weights: [T] or None.
+        round_inputs: round the input of w2 as `round_linear_input` does; x has been.
     """
     gate, up = linear(x, w13, min_rows).chunk(2, dim=-1)
     z = whole_lanes(F.silu, gate.clamp(max=limit), min_rows > 0).mul_(up.clamp(-limit, limit))
     if weights is not None:
         z.mul_(weights[:, None])
+    if round_inputs:
+        z = round_linear_input(z)
     return linear(z, w2, min_rows)
 
 
@@ -59,6 +64,7 @@ def moe_experts(
     w2: torch.Tensor,
     limit: float,
     min_rows: int = 0,
+    round_inputs: bool = False,
 ) -> torch.Tensor:
     """Sum of the picked experts' answers, in ascending expert order: [T, d] float32.
 
@@ -80,7 +86,13 @@ def moe_experts(
         part = slice(first, first + count)
         first += count
         answer = swiglu_expert(
-            sorted_x[part], w13[expert], w2[expert], limit, sorted_weights[part], min_rows
+            sorted_x[part],
+            w13[expert],
+            w2[expert],
+            limit,
+            sorted_weights[part],
+            min_rows,
+            round_inputs,
         )
         out.index_add_(0, rows[part], answer)
     return out

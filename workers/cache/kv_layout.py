@@ -15,8 +15,13 @@ REWIND_TOKENS = 6
 
 
 class KVFormat(StrEnum):
-    """How cached rows are stored."""
+    """How cached rows are stored.
 
+    PACKED: the number grids of the model specification, section 6: E4M3 window rows, E2M1 entries
+    and keys, each with its scales. FLOAT32: as computed, for debugging.
+    """
+
+    PACKED = "packed"
     FLOAT32 = "float32"
 
 
@@ -58,15 +63,22 @@ class KVLayout:
 
     @property
     def window_row_bytes(self) -> int:
-        return 4 * self.head_dim
+        """E4M3 codes and an E8M0 scale per 32: 528 for 512 channels."""
+        return self._packed_or(4 * self.head_dim, self.head_dim + self.head_dim // 32)
 
     @property
     def main_entry_bytes(self) -> int:
-        return 4 * self.head_dim
+        """E2M1 codes and an E4M3 scale per 16: 288 for 512 channels."""
+        return self._packed_or(4 * self.head_dim, self.head_dim // 2 + self.head_dim // 16)
 
     @property
     def index_key_bytes(self) -> int:
-        return 4 * self.index_head_dim
+        """E2M1 codes and an E8M0 scale per 32: 68 for 128 channels."""
+        dim = self.index_head_dim
+        return self._packed_or(4 * dim, dim // 2 + dim // 32)
+
+    def _packed_or(self, float32: int, packed: int) -> int:
+        return packed if self.format is KVFormat.PACKED else float32
 
     @property
     def entry_bytes(self) -> int:

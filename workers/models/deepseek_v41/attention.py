@@ -6,7 +6,7 @@ Source: model specification, sections 5, 7 and 8.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,9 @@ class StepContext:
         slots: [T, index_topk] int64 pool rows, the latest selection; None before the first.
         entries: [T, index_topk] int64 entry numbers of the same selection, -1 for none.
         candidates: candidate blocks of each read group, once layer E has run.
+        numbered: the selection counted through, for entries that are gathered row by row.
+        unpacked: decoded entries of a source layer for all groups, where that is less than
+            decoding each row's selection in each layer.
     """
 
     rows: Rows
@@ -35,6 +38,8 @@ class StepContext:
     slots: torch.Tensor | None = None
     entries: torch.Tensor | None = None
     candidates: list[torch.Tensor | None] | None = None
+    numbered: torch.Tensor | None = None
+    unpacked: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Attention:
@@ -43,6 +48,7 @@ class Attention:
     Args:
         min_rows: least height of matrix products (numerics setting).
         workspace_bytes: bound of the index scores held at once.
+        round_inputs: round the inputs of linears that the release quantises (`w8a8`).
     """
 
     def __init__(
@@ -51,11 +57,13 @@ class Attention:
         cache: KVCache,
         min_rows: int,
         workspace_bytes: int,
+        round_inputs: bool,
     ) -> None:
         self._config = config
         self._cache = cache
         self._min_rows = min_rows
         self._workspace_bytes = workspace_bytes
+        self._round_inputs = round_inputs
         scaling = config.rope_scaling
         self._window_frequencies = ops.rope_frequencies(config.qk_rope_head_dim, config.rope_theta)
         self._pool_frequencies = ops.rope_frequencies(
@@ -89,19 +97,19 @@ class Attention:
         c = self._config
         role = c.role(layer)
         phases = step.window_phases if role is LayerRole.WINDOW else step.pool_phases
-        projected = ops.linear(x, weights.w_in, self._min_rows)
-        latent, kv, index_weights = projected.split(
-            (c.q_lora_rank, c.head_dim, projected.shape[1] - c.q_lora_rank - c.head_dim), dim=-1
-        )
+        projected = ops.linear(self._input(x), weights.w_in, self._min_rows)
+        latent, kv = projected.split((c.q_lora_rank, c.head_dim), dim=-1)
         latent = ops.rms_norm(latent, weights.q_norm, c.rms_norm_eps)
-        queries = ops.linear(latent, weights.wq_b, self._min_rows)
+        queries = ops.linear(self._input(latent), weights.wq_b, self._min_rows)
         width = c.num_attention_heads * c.head_dim
         q = ops.rope_(queries[:, :width].unflatten(-1, (c.num_attention_heads, -1)), phases)
         rows = ops.rope_(ops.rms_norm(kv, weights.kv_norm, c.rms_norm_eps), phases)
         buffer = self._window_buffer(layer, rows, window)
         if role in (LayerRole.FULL, LayerRole.REINDEX):
+            assert weights.index_proj is not None
+            index_weights = ops.linear(x, weights.index_proj, self._min_rows)
             self._select(layer, queries[:, width:], index_weights, step)
-        pooled = role is not LayerRole.WINDOW
+        pool, slots = (None, None) if role is LayerRole.WINDOW else self._entries(layer, step)
         out = ops.window_attention(
             q,
             buffer,
@@ -110,13 +118,17 @@ class Attention:
             weights.sink,
             c.softmax_scale,
             c.sliding_window,
-            self._cache.main[c.kv_source(layer)] if pooled else None,
-            step.slots if pooled else None,
+            pool,
+            slots,
             window.tiles,
         )
         out = ops.rope_(out, phases.conj()).flatten(1)
         out = ops.grouped_linear(out, weights.wo_a, self._min_rows)
-        return ops.linear(out, weights.wo_b, self._min_rows)
+        return ops.linear(self._input(out), weights.wo_b, self._min_rows)
+
+    def _input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of a quantised linear as it is multiplied."""
+        return ops.round_linear_input(x) if self._round_inputs else x
 
     def write_entries(
         self, layer: int, weights: SourceWeights, x: torch.Tensor, rows: Rows
@@ -150,8 +162,7 @@ class Attention:
         phases = ops.rope_phases(plan.position, self._pool_frequencies)
         keys = ops.linear(latent, weights.wk, self._min_rows)
         keys = ops.rope_(ops.rms_norm(keys, weights.k_norm, c.rms_norm_eps), phases)
-        self._cache.main[layer].index_copy_(0, plan.pool_row, ops.rope_(latent, phases))
-        self._cache.keys[layer].index_copy_(0, plan.pool_row, keys)
+        self._cache.write_entries(layer, plan.pool_row, ops.rope_(latent, phases), keys)
 
     def write_window(
         self,
@@ -162,20 +173,47 @@ class Attention:
         stops: Sequence[int],
     ) -> None:
         """Keep layer E's own window rows of normed inputs x [T, d] below each run's stop."""
-        rows = ops.linear(x, weights.window, self._min_rows)
+        rows = ops.linear(self._input(x), weights.window, self._min_rows)
         rows = ops.rms_norm(rows, weights.window_norm, self._config.rms_norm_eps)
         rows = ops.rope_(rows, step.pool_phases)
         ring_from, ring_to = step.rows.ring_rows(stops)
-        self._cache.rings[layer].index_copy_(0, ring_to, rows.index_select(0, ring_from))
+        records = self._cache.grids.window.encode(rows.index_select(0, ring_from))
+        self._cache.rings[layer].index_copy_(0, ring_to, records)
 
     def _window_buffer(self, layer: int, rows: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
         """The packed window rows [N, head_dim]; afterwards the newest rows are in the ring."""
-        ring = self._cache.rings[layer]
+        grid = self._cache.grids.window
+        records = grid.encode(rows)
+        context = self._cache.window_rows(layer, plan.context_from)
         buffer = rows.new_zeros(plan.num_buffer_rows, rows.shape[1])
-        buffer.index_copy_(0, plan.context_to, ring.index_select(0, plan.context_from))
-        buffer.index_copy_(0, plan.rows_to, rows)
-        ring.index_copy_(0, plan.ring_to, rows.index_select(0, plan.ring_from))
+        buffer.index_copy_(0, plan.context_to, context)
+        buffer.index_copy_(0, plan.rows_to, grid.decode(records))
+        kept = records.index_select(0, plan.ring_from)
+        self._cache.rings[layer].index_copy_(0, plan.ring_to, kept)
         return buffer
+
+    def _entries(self, layer: int, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 entries of a layer's pool, and the latest selection as rows of them."""
+        source = self._config.kv_source(layer)
+        assert step.slots is not None
+        assert step.entries is not None
+        whole = self._cache.float_entries(source)
+        if whole is not None:
+            return whole, step.slots
+        groups = step.rows.reads(self._config.ratio(layer))
+        if step.slots.numel() <= sum(group.pool_rows.numel() for group in groups):
+            if step.numbered is None:
+                count = torch.arange(step.slots.numel(), device=step.slots.device)
+                step.numbered = count.view_as(step.slots).masked_fill_(step.slots < 0, -1)
+            chosen = step.slots.clamp(min=0).flatten()
+            return self._cache.entries(source, chosen), step.numbered
+        if source not in step.unpacked:
+            pool_rows = torch.cat([group.pool_rows.flatten() for group in groups])
+            step.unpacked[source] = self._cache.entries(source, pool_rows)
+        if step.numbered is None:
+            base = step.rows.unpacked_base(self._config.ratio(layer))
+            step.numbered = (step.entries + base[:, None]).masked_fill_(step.entries < 0, -1)
+        return step.unpacked[source], step.numbered
 
     def _select(
         self,
@@ -188,7 +226,7 @@ class Attention:
         c = self._config
         ratio = c.ratio(layer)
         q = index_queries.unflatten(-1, (c.index_n_heads, -1))
-        q = ops.rope_(q, step.pool_phases)
+        q = self._cache.grids.key.round_trip(ops.rope_(q, step.pool_phases))
         weights = index_weights * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         groups = step.rows.reads(ratio)
         if layer == c.split:
@@ -212,7 +250,7 @@ class Attention:
             mine = group.pool_rows.gather(1, places).view_as(chosen)
             slots[group.rows] = torch.where(chosen < 0, -1, mine).flatten(0, 1)
             entries[group.rows] = chosen.flatten(0, 1)
-        step.slots, step.entries = slots, entries
+        step.slots, step.entries, step.numbered = slots, entries, None
 
     def _candidates(
         self, layer: int, q: torch.Tensor, weights: torch.Tensor, group: ReadGroup
@@ -237,13 +275,14 @@ class Attention:
         return q[group.rows].unflatten(0, shape), weights[group.rows].unflatten(0, shape)
 
     def _key_reader(self, layer: int, group: ReadGroup) -> Callable[[int, int], torch.Tensor]:
-        keys = self._cache.keys[self._config.kv_source(layer)]
+        source = self._config.kv_source(layer)
 
         def read(first: int, last: int) -> torch.Tensor:
             pool_rows = group.pool_rows[:, first:last]
             missing = last - first - pool_rows.shape[1]
             if missing > 0:
                 pool_rows = torch.nn.functional.pad(pool_rows, (0, missing))
-            return keys.index_select(0, pool_rows.flatten()).view(*pool_rows.shape, -1)
+            keys = self._cache.index_keys(source, pool_rows.flatten())
+            return keys.view(*pool_rows.shape, -1)
 
         return read

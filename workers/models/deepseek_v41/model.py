@@ -6,7 +6,7 @@ layers below E; layer E's KV projections belong to both halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,8 @@ from ripresa.kernels import dispatch as ops
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.models.deepseek_v41.attention import Attention, StepContext
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+from ripresa.workers.models.deepseek_v41.engram import Engram
+from ripresa.workers.models.deepseek_v41.engram_ids import Ids
 from ripresa.workers.models.deepseek_v41.rows import Rows, WindowPlan
 from ripresa.workers.models.deepseek_v41.weights import LayerWeights, SiteWeights, Weights
 
@@ -28,6 +30,8 @@ class DeepseekV41:
         min_rows: pad matrix products to this many rows, so that a row's numbers do not depend on
             its batch mates (`numerics: deterministic`); 0 does not pad.
         workspace_bytes: bound of the index scores held at once.
+        engram: the model's n-gram memories, if it has any.
+        round_inputs: round the inputs of linears that the release quantises (`w8a8`).
         observer: sees intermediate tensors; for verification.
     """
 
@@ -38,21 +42,30 @@ class DeepseekV41:
         cache: KVCache,
         min_rows: int,
         workspace_bytes: int,
+        engram: Engram | None = None,
+        round_inputs: bool = False,
         observer: Observer | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
         self._min_rows = min_rows
-        self._attention = Attention(config, cache, min_rows, workspace_bytes)
+        self._engram = engram
+        self._round_inputs = round_inputs
+        self._attention = Attention(config, cache, min_rows, workspace_bytes, round_inputs)
         self._observe = observer
 
     def encode(
-        self, rows: Rows, token_ids: torch.Tensor, source_window_stops: Sequence[int]
+        self,
+        rows: Rows,
+        token_ids: torch.Tensor,
+        source_window_stops: Sequence[int],
+        table_rows: Mapping[int, Ids],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows through the encoder half; block KV of every Full layer up to E is written.
 
         Args:
             token_ids: [T] int64.
+            table_rows: what `Engram.lookup` gave for these rows; empty without n-gram memories.
             source_window_stops: of each run, layer E's own window rows below it are kept as well.
 
         Returns:
@@ -65,6 +78,11 @@ class DeepseekV41:
         pre = streams.new_zeros(len(token_ids), c.hc_mult)
         pre[:, 0] = 1.0
         for layer in range(c.split):
+            if layer in table_rows:
+                assert self._engram is not None
+                if self._observe:
+                    self._observe("engram_rows", layer, torch.from_numpy(table_rows[layer]))
+                streams = self._engram.inject(layer, streams, table_rows[layer])
             streams, pre = self._layer(layer, streams, pre, step, rows.window())
         source = self._weights.source
         x = ops.hc_collapse(streams, pre)
@@ -164,10 +182,25 @@ class DeepseekV41:
             c.routed_scaling_factor,
             self._min_rows,
         )
+        if self._round_inputs:
+            x = ops.round_linear_input(x)
         routed = ops.moe_experts(
-            x, share, picked, weights.w13, weights.w2, c.swiglu_limit, self._min_rows
+            x,
+            share,
+            picked,
+            weights.w13,
+            weights.w2,
+            c.swiglu_limit,
+            self._min_rows,
+            self._round_inputs,
         )
         shared = ops.swiglu_expert(
-            x, weights.shared_w13, weights.shared_w2, c.swiglu_limit, None, self._min_rows
+            x,
+            weights.shared_w13,
+            weights.shared_w2,
+            c.swiglu_limit,
+            None,
+            self._min_rows,
+            self._round_inputs,
         )
         return routed.add_(shared)

@@ -222,6 +222,18 @@ class Rows:
             self._reads[ratio] = [self._read_group(group, ratio) for group in groups]
         return self._reads[ratio]
 
+    def unpacked_base(self, ratio: int) -> torch.Tensor:
+        """[T] int64: where entry 0 of each row's sequence lies if the groups' pool rows are read
+        one after another."""
+        base = torch.empty(self.num_rows, dtype=torch.int64, device=self._device)
+        offset = 0
+        for group in self.reads(ratio):
+            lines, width = group.pool_rows.shape
+            first = torch.arange(lines, device=self._device) * width + offset
+            base[group.rows] = first.repeat_interleave(group.visible.shape[1])
+            offset += lines * width
+        return base
+
     def _read_group(self, group: list[int], ratio: int) -> ReadGroup:
         rows = np.stack([np.arange(self._count[i]) + self._offset[i] for i in group])
         visible = (self._position[rows] + 1) // ratio

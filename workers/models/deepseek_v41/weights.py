@@ -12,6 +12,8 @@ import torch
 
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+from ripresa.workers.models.deepseek_v41.engram_table import EngramTable
+from ripresa.workers.models.deepseek_v41.inventory import take_inventory
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half as Half
 from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_shapes
 
@@ -49,7 +51,8 @@ class LayerWeights:
     """A whole layer.
 
     Attributes:
-        w_in: wq_a, wkv and (index sources) weights_proj, stacked: all read the normed input.
+        w_in: wq_a and wkv, stacked: both read the normed input.
+        index_proj: [index_n_heads, d] head weights of index sources; never quantised.
         wq_b: query and (index sources) indexer query projections, stacked.
         wo_a: [o_groups, o_lora_rank, heads * head_dim / o_groups].
         w13: [experts, 2 I, d]; w2: [experts, d, I]; the shared expert's apart.
@@ -61,6 +64,7 @@ class LayerWeights:
     attn_norm: torch.Tensor
     ffn_norm: torch.Tensor
     w_in: torch.Tensor
+    index_proj: torch.Tensor | None
     q_norm: torch.Tensor
     wq_b: torch.Tensor
     kv_norm: torch.Tensor
@@ -77,6 +81,21 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class EngramWeights:
+    """The n-gram memory before one layer.
+
+    Attributes:
+        wkv: [(n + 1) d, columns * dim], a key for each stream, then the value.
+        q_weight, k_weight: [n, d].
+    """
+
+    table: EngramTable
+    wkv: torch.Tensor
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """One half, or all, of the model in float32."""
 
@@ -84,6 +103,7 @@ class Weights:
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     source: SourceWeights
+    engram: dict[int, EngramWeights]
     norm: torch.Tensor | None
     head: torch.Tensor | None
     num_parameters: int
@@ -92,9 +112,13 @@ class Weights:
 def load_weights(checkpoint: Checkpoint, config: ModelConfig, half: Half) -> Weights:
     """Read one half from a checkpoint; tensors of the other are not touched.
 
+    One tensor at a time goes straight to where it is kept. Engram's tables stay in their files.
+
     Raises:
-        CheckpointError: a tensor is missing, truncated, or of another shape or type.
+        CheckpointError: the checkpoint is not the model of this config, or a tensor cannot be read.
     """
+    inventory = take_inventory(checkpoint.entries, config)
+    checkpoint.expect(sum(tensor.num_bytes for tensor in inventory.read_by(half)))
     loader = _Loader(checkpoint, tensor_shapes(config))
     count = config.num_hidden_layers if half is Half.ALL else config.split
     embed = loader.take("embed.weight")
@@ -105,7 +129,9 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, half: Half) -> Wei
         norm, head = loader.take("norm.weight"), loader.take("head.weight")
     else:
         source, norm, head = _load_source(loader, config, config.split), None, None
-    return Weights(half, embed, layers, source, norm, head, loader.num_parameters)
+    sizes = zip(config.engram.layer_ids, config.engram.num_embeddings, strict=True)
+    engram = {layer: _load_engram(loader, checkpoint, config, layer, rows) for layer, rows in sizes}
+    return Weights(half, embed, layers, source, engram, norm, head, loader.num_parameters)
 
 
 class _Loader:
@@ -125,7 +151,21 @@ class _Loader:
         return tensor
 
     def stack(self, *names: str) -> torch.Tensor:
-        return torch.cat([self.take(name) for name in names])
+        """Matrices with the same number of columns, one above the other."""
+        rows = [self._shapes[name][0] for name in names]
+        stacked = torch.empty((sum(rows), self._shapes[names[0]][1]))
+        for part, name in zip(stacked.split(rows), names, strict=True):
+            part.copy_(self.take(name))
+        return stacked
+
+    def stack_experts(self, experts: list[tuple[str, ...]]) -> torch.Tensor:
+        """[experts, rows, columns]: for each expert its matrices, one above the other."""
+        rows = [self._shapes[name][0] for name in experts[0]]
+        stacked = torch.empty((len(experts), sum(rows), self._shapes[experts[0][0]][1]))
+        for expert, names in zip(stacked, experts, strict=True):
+            for part, name in zip(expert.split(rows), names, strict=True):
+                part.copy_(self.take(name))
+        return stacked
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, layer: int) -> LayerWeights:
@@ -138,15 +178,11 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int) -> LayerWeight
 
     inputs = [name("attn.wq_a.weight"), name("attn.wkv.weight")]
     queries = [name("attn.wq_b.weight")]
+    index_proj = None
     if config.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
-        inputs.append(name("attn.indexer.weights_proj.weight"))
+        index_proj = loader.take(name("attn.indexer.weights_proj.weight"))
         queries.append(name("attn.indexer.wq_b.weight"))
-    experts = range(config.n_routed_experts)
-
-    def expert(number: int) -> torch.Tensor:
-        parts = [name(f"ffn.experts.{number}.{w}.weight") for w in ("w1", "w3")]
-        return loader.stack(*parts)
-
+    experts = [name(f"ffn.experts.{number}") for number in range(config.n_routed_experts)]
     wo_a = loader.take(name("attn.wo_a.weight"))
     return LayerWeights(
         attn_site=site("attn"),
@@ -154,6 +190,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int) -> LayerWeight
         attn_norm=loader.take(name("attn_norm.weight")),
         ffn_norm=loader.take(name("ffn_norm.weight")),
         w_in=loader.stack(*inputs),
+        index_proj=index_proj,
         q_norm=loader.take(name("attn.q_norm.weight")),
         wq_b=loader.stack(*queries),
         kv_norm=loader.take(name("attn.kv_norm.weight")),
@@ -162,8 +199,8 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int) -> LayerWeight
         wo_b=loader.take(name("attn.wo_b.weight")),
         gate=loader.take(name("ffn.gate.weight")),
         gate_bias=loader.take(name("ffn.gate.bias")),
-        w13=torch.stack([expert(e) for e in experts]),
-        w2=torch.stack([loader.take(name(f"ffn.experts.{e}.w2.weight")) for e in experts]),
+        w13=loader.stack_experts([(f"{e}.w1.weight", f"{e}.w3.weight") for e in experts]),
+        w2=loader.stack_experts([(f"{e}.w2.weight",) for e in experts]),
         shared_w13=loader.stack(
             name("ffn.shared_experts.w1.weight"), name("ffn.shared_experts.w3.weight")
         ),
@@ -187,4 +224,16 @@ def _load_source(loader: _Loader, config: ModelConfig, layer: int) -> SourceWeig
         k_norm=loader.take(f"{prefix}.indexer.k_norm.weight"),
         window=loader.take(f"{prefix}.wkv.weight"),
         window_norm=loader.take(f"{prefix}.kv_norm.weight"),
+    )
+
+
+def _load_engram(
+    loader: _Loader, checkpoint: Checkpoint, config: ModelConfig, layer: int, num_rows: int
+) -> EngramWeights:
+    prefix = f"layers.{layer}.engram"
+    return EngramWeights(
+        table=EngramTable(checkpoint, f"{prefix}.embed.weight", num_rows, config.engram.head_dim),
+        wkv=loader.take(f"{prefix}.wkv.weight"),
+        q_weight=loader.take(f"{prefix}.q_weight"),
+        k_weight=loader.take(f"{prefix}.k_weight"),
     )
