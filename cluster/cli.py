@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ripresa.cluster.cli_checkpoint import checkpoint
 from ripresa.cluster.cli_generate import generate
+from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.progress import progress
 from ripresa.cluster.version import VERSION
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -148,6 +150,8 @@ def check_config(config: Path, assignments: tuple[str, ...]) -> None:
 
 
 cli.add_command(generate)
+cli.add_command(checkpoint)
+cli.add_command(plan)
 
 
 @cli.group()

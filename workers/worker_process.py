@@ -8,8 +8,17 @@ from pathlib import Path
 
 import torch
 
+from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.demo.checkpoint import demo_checkpoint
-from ripresa.workers.model_runner import TorchModelRunner, load_runner
+from ripresa.workers.host_memory import available_memory
+from ripresa.workers.memory_plan import plan_memory, size
+from ripresa.workers.model_runner import (
+    DEFAULT_WORKSPACE_BYTES,
+    TorchModelRunner,
+    kv_layout,
+    load_runner,
+)
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 from ripresa.workers.transfer.base import Transport
@@ -45,6 +54,7 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
     # The number of threads is a property of the calling thread's pool.
     torch.set_num_threads(settings.torch_threads)
     engine = settings.engine
+    _check_memory(settings, half)
     runner = load_runner(
         model_folder(settings.model_path),
         half,
@@ -63,6 +73,24 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
     return runner
 
 
+def _check_memory(settings: WorkerSettings, half: Half) -> None:
+    """Log what this worker will take, and refuse what cannot fit before anything is read."""
+    config = ModelConfig.from_file(model_folder(settings.model_path) / "config.json")
+    plan = plan_memory(
+        config,
+        half,
+        settings.engine,
+        settings.lanes,
+        kv_layout(config, KVFormat.PACKED, ""),
+        DEFAULT_WORKSPACE_BYTES,
+    )
+    available = available_memory()
+    left = "unknown" if available is None else f"{size(available.num_bytes)}, {available.source}"
+    logger.info("memory plan: %s\navailable: %s", "\n".join(plan.lines()), left)
+    if available is not None:
+        plan.require_fit(available)
+
+
 def _warm_up(runner: TorchModelRunner, half: Half) -> None:
     """Run a prompt of one window and one more row, so that no request pays for first calls."""
     window = runner.window
@@ -71,6 +99,7 @@ def _warm_up(runner: TorchModelRunner, half: Half) -> None:
             slot=0,
             block_table=(0, min(1, runner.num_blocks - 1)),
             token_ids=(0,) * (stop - start),
+            lookback_ids=(0,) * min(3, start),
             encoder_start=start,
             decoder_start=start if half is Half.ALL else stop,
             decoder_stop=stop,

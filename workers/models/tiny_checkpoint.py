@@ -18,7 +18,7 @@ from ripresa.kernels import dispatch as ops
 from ripresa.workers.demo.random_weights import random_tensor
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.checkpoint_index import INDEX_FILE
-from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.config import MAX_FILE_BYTES, ModelConfig
 from ripresa.workers.models.deepseek_v41.tensor_specs import (
     TILE,
     Storage,
@@ -26,6 +26,7 @@ from ripresa.workers.models.deepseek_v41.tensor_specs import (
     scale_name,
     tensor_specs,
 )
+from ripresa.workers.models.strict_json import read_json
 
 MAX_PARAMETERS = 2_000_000_000
 QUANTISATION = {
@@ -55,6 +56,21 @@ class WeightFormat(StrEnum):
     @property
     def quantised(self) -> bool:
         return self in (WeightFormat.F8, WeightFormat.FP4, WeightFormat.RELEASED)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A `config.json` as it is, for `write_tiny_checkpoint`.
+
+    Raises:
+        ConfigError: it cannot be read or is no JSON object.
+    """
+    try:
+        document = read_json(path, MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--config", f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("--config", f"{path} is no JSON object")
+    return document
 
 
 def write_tiny_checkpoint(

@@ -1,0 +1,97 @@
+"""How does a user look into a checkpoint, or make a small one? `ripresa checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ripresa.cluster.progress import progress
+
+FORMATS = ("f32", "bf16", "f8", "fp4", "released")
+
+checkpoint_folder = click.Path(file_okay=False, path_type=Path)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look into checkpoints, make small ones."""
+
+
+@checkpoint.command("inspect")
+@click.argument("folder", metavar="DIR", type=checkpoint_folder)
+def inspect(folder: Path) -> None:
+    """Say what is in the checkpoint folder DIR and which worker would read which part.
+
+    Every tensor's name, type and shape is held against config.json, as when a worker starts; only
+    headers are read. What is recognised but not loaded is named: vision, and draft stages.
+
+    \b
+    Example:
+      ripresa checkpoint inspect /models/deepseek-v4.1-flash
+    """
+    with progress("reading headers"):
+        from ripresa.workers.checkpoint_report import report_checkpoint
+
+        for line in report_checkpoint(folder):
+            click.echo(line)
+
+
+@checkpoint.command("tiny")
+@click.argument("folder", metavar="DIR", type=checkpoint_folder)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A config.json with the sizes.",
+)
+@click.option("--geometry", type=click.Choice(["demo"]), help="The bundled model's sizes.")
+@click.option(
+    "--format",
+    "weight_format",
+    type=click.Choice(FORMATS),
+    default="released",
+    show_default=True,
+    help="Storage of linear weights; released: experts fp4, the others f8.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
+@click.option("--shards", type=click.IntRange(1, 1000), default=4, show_default=True)
+def tiny(
+    folder: Path,
+    config_file: Path | None,
+    geometry: str | None,
+    weight_format: str,
+    seed: int,
+    shards: int,
+) -> None:
+    """Write a checkpoint of random weights to the new folder DIR.
+
+    Names, storage formats, shards and index are the release's; Engram tables and draft stages are
+    there if the config has them. The same seed gives the same numbers on every machine.
+
+    \b
+    Examples:
+      ripresa checkpoint tiny /tmp/tiny --geometry demo --format released
+      ripresa checkpoint tiny /tmp/tiny --config config.json --format bf16 --seed 7
+    """
+    if (config_file is None) == (geometry is None):
+        raise click.UsageError("give one of --config and --geometry")
+    with progress("writing"):
+        from ripresa.workers.models.tiny_checkpoint import (
+            WeightFormat,
+            read_config,
+            write_tiny_checkpoint,
+        )
+
+        if config_file is None:
+            import ripresa.workers.demo
+
+            config_file = Path(ripresa.workers.demo.__file__).parent / "config.json"
+        document = read_config(config_file)
+        files = write_tiny_checkpoint(folder, document, WeightFormat(weight_format), seed, shards)
+        if geometry is not None:
+            tokenizer = config_file.with_name("tokenizer.json")
+            (folder / tokenizer.name).write_bytes(tokenizer.read_bytes())
+            files.append(folder / tokenizer.name)
+    for file in files:
+        click.echo(f"{file} {file.stat().st_size}")

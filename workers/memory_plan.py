@@ -1,0 +1,192 @@
+"""What will a worker keep in memory, and does it fit? From config and settings, before loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ripresa.workers.cache.kv_layout import KVLayout
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.errors import ConfigError
+from ripresa.workers.host_memory import AvailableMemory
+from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
+from ripresa.workers.models.deepseek_v41.tensor_specs import (
+    Half,
+    Part,
+    half_specs,
+    text_specs,
+)
+from ripresa.workers.transfer.base import LaneConfig
+
+HELD = {Half.ENCODER: "the encoder half", Half.ALL: "the whole model"}
+
+COMPUTE_BYTES = 4
+"""Weights are kept in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one worker.
+
+    Attributes:
+        settings: dotted name of the worker's settings, `encoders` or `decoders`.
+        weights_stored: what is read from the checkpoint, as the release stores it.
+        weights: what is kept of it.
+        kv_pool, block_bytes, num_blocks: the pool and its blocks.
+        rings, slot_bytes, num_slots: window rows and open pairs, by sequence.
+        index_workspace: most that index scoring takes at once.
+        lane_buffers: most that hand-overs under way take.
+        load_extra: what loading the largest tensor takes beside what is kept.
+        engram_tables: files mapped into memory, one copy a machine whatever its workers.
+    """
+
+    settings: str
+    half: Half
+    weights_stored: int
+    weights: int
+    block_bytes: int
+    num_blocks: int
+    slot_bytes: int
+    num_slots: int
+    index_workspace: int
+    lane_buffers: int
+    load_extra: int
+    engram_tables: int
+
+    @property
+    def kv_pool(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def rings(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+    @property
+    def loader_peak(self) -> int:
+        """Most that loading takes; the KV memory comes after it."""
+        return self.weights + self.load_extra
+
+    @property
+    def serving(self) -> int:
+        """Most that serving takes, without the page cache of Engram's tables."""
+        kept = self.weights + self.kv_pool + self.rings
+        return kept + self.index_workspace + self.lane_buffers
+
+    @property
+    def peak(self) -> int:
+        return max(self.loader_peak, self.serving)
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text, a line an item."""
+        items = (
+            ("weights", self.weights, f"float32, from {size(self.weights_stored)} stored"),
+            ("KV pool", self.kv_pool, f"{self.num_blocks} blocks of {self.block_bytes} bytes"),
+            ("rings", self.rings, f"{self.num_slots} sequences of {self.slot_bytes} bytes"),
+            ("index workspace", self.index_workspace, "at most"),
+            ("lane buffers", self.lane_buffers, "at most"),
+            ("serving", self.serving, "the sum"),
+            ("loader peak", self.loader_peak, "weights and the largest tensor as stored"),
+        )
+        yield f"{self.settings}: one worker with {HELD[self.half]}"
+        for name, num_bytes, note in items:
+            yield f"  {name:<16}{size(num_bytes):>12}  {note}"
+        if self.engram_tables:
+            yield (
+                f"  {'Engram tables':<16}{size(self.engram_tables):>12}  host_shared: page cache, "
+                "one copy a machine, not counted above"
+            )
+
+    def require_fit(self, available: AvailableMemory) -> None:
+        """Refuse a plan that cannot work out.
+
+        Raises:
+            ConfigError: naming the setting to change, and to what.
+        """
+        lack = self.peak - available.num_bytes
+        if lack <= 0:
+            return
+        reason = (
+            f"a worker with {HELD[self.half]} takes {size(self.peak)}, and "
+            f"{size(available.num_bytes)} are left by {available.source}"
+        )
+        if self.loader_peak > available.num_bytes:
+            raise ConfigError(
+                "model.path",
+                f"{reason}: loading its weights alone takes {size(self.loader_peak)}; give the "
+                "worker more memory or serve a smaller model",
+            )
+        blocks = self.num_blocks - -(-lack // self.block_bytes)
+        if blocks >= 2:
+            raise ConfigError(
+                f"{self.settings}.num_blocks", f"{reason}; set it to at most {blocks}"
+            )
+        slots = self.num_slots - -(-lack // self.slot_bytes)
+        if slots >= 1:
+            raise ConfigError(
+                f"{self.settings}.max_num_seqs", f"{reason}; set it to at most {slots}"
+            )
+        raise ConfigError(
+            f"{self.settings}.num_blocks",
+            f"{reason}; set it and {self.settings}.max_num_seqs lower",
+        )
+
+
+def plan_memory(
+    config: ModelConfig,
+    half: Half,
+    engine: EngineConfig,
+    lanes: LaneConfig,
+    layout: KVLayout,
+    index_workspace: int,
+) -> MemoryPlan:
+    """What a worker with these settings takes.
+
+    Args:
+        layout: the KV layout that the worker will have.
+        index_workspace: its budget for index scores, in bytes.
+    """
+    read = [spec for spec in half_specs(config, half) if spec.part is not Part.TABLE]
+    layers = config.split + 1 if half is Half.ENCODER else config.num_hidden_layers
+    return MemoryPlan(
+        settings="encoders" if half is Half.ENCODER else "decoders",
+        half=half,
+        weights_stored=sum(spec.released_bytes for spec in read),
+        weights=COMPUTE_BYTES * (sum(spec.num_parameters for spec in read) + _twice(config, half)),
+        block_bytes=layout.block_bytes,
+        num_blocks=engine.num_blocks,
+        slot_bytes=layout.window_bytes(layout.ring_rows, layers) + layout.open_pair_bytes,
+        num_slots=engine.max_num_seqs,
+        index_workspace=index_workspace,
+        lane_buffers=_lane_buffers(half, engine, lanes, layout),
+        load_extra=max(spec.released_bytes + COMPUTE_BYTES * spec.num_parameters for spec in read),
+        engram_tables=sum(
+            spec.released_bytes for spec in text_specs(config) if spec.part is Part.TABLE
+        ),
+    )
+
+
+def _twice(config: ModelConfig, half: Half) -> int:
+    """Parameters of Full layers that are kept in two forms: alone, and stacked or again."""
+    layers = config.split if half is Half.ENCODER else config.num_hidden_layers
+    full = sum(config.role(layer) is LayerRole.FULL for layer in range(layers))
+    window = config.head_dim * (config.hidden_size + 1)
+    return full * (config.hidden_size + window)
+
+
+def _lane_buffers(half: Half, engine: EngineConfig, lanes: LaneConfig, layout: KVLayout) -> int:
+    """Payloads under way: a sender's by its budget, a receiver's one section a lane."""
+    if half is Half.ENCODER:
+        return lanes.max_bytes_in_flight
+    window = layout.window
+    blocks = engine.transfer.max_section_blocks * layout.block_bytes
+    # The longest state: all but a whole block, an odd length, a whole window of output rows.
+    state = layout.state_bytes(2 * window - 1, window - 1, source_window=True)
+    return lanes.max_lanes * max(blocks, state)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"
