@@ -76,6 +76,7 @@ def payload(section: Section, seed: int = 0) -> torch.Tensor:
 class RecordingSink:
     """A sink that keeps what it was told; `written` holds checksums of what really arrived.
 
+    `violations` lists calls that the contract forbids: before `open`, or after the end.
     `keep_record` false drops payloads unread (benchmarks).
     """
 
@@ -84,11 +85,14 @@ class RecordingSink:
     opened: list[str] = field(default_factory=list)
     written: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     ended: dict[str, list[str]] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, manifest: Manifest) -> None:
         if manifest.layout_digest != DIGEST:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "the layouts differ")
+        if manifest.transfer_id in self.opened:
+            self.violations.append(f"open again: {manifest.transfer_id}")
         self.opened.append(manifest.transfer_id)
 
     def section_bytes(self, manifest: Manifest, section: Section) -> int:
@@ -97,6 +101,7 @@ class RecordingSink:
         return (section.last_block - section.first_block) * self.block_bytes
 
     def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
+        self._must_be_open("write", manifest)
         if not self.keep_record:
             return
         record = (section.index, payload_checksum(payload))
@@ -109,7 +114,12 @@ class RecordingSink:
     def fail(self, manifest: Manifest, reason: str) -> None:
         self._end(manifest, f"failed: {reason}")
 
+    def _must_be_open(self, call: str, manifest: Manifest) -> None:
+        if manifest.transfer_id not in self.opened or manifest.transfer_id in self.ended:
+            self.violations.append(f"{call}: {manifest.transfer_id}")
+
     def _end(self, manifest: Manifest, how: str) -> None:
+        self._must_be_open(how, manifest)
         self.ended.setdefault(manifest.transfer_id, []).append(how)
         self.changed.set()
 
@@ -282,6 +292,7 @@ def receiver_calls(
     async def settle() -> None:
         await inbound.drain()
         inbound.check_integrity()
+        assert not sink.violations
 
     async def peer_lost(sender: str) -> None:
         inbound.peer_lost(sender)
