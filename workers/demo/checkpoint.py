@@ -22,7 +22,7 @@ from ripresa.workers.errors import CheckpointError, ConfigError
 
 MODEL_NAME = "deepseek-v4.1-demo"
 SEED = 41
-WEIGHTS_DIGEST = "4dc54897fa3dc82938117963f28f012423dbf06e79abe53b0e764ec643cafc87"
+WEIGHTS_DIGEST = "dec68b0075efa5ded7cadf224fb0dd802700672efaa438093a4bc02b1b31ddea"
 """`weights_digest` of the demo model: what a generated or cached file must contain."""
 
 FOLDER = Path(__file__).parent

@@ -9,12 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from ripresa.workers.config import Numerics
 from ripresa.workers.demo.checkpoint import demo_checkpoint
-from ripresa.workers.model_runner import TorchModelRunner
+from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import StepOutput
-from ripresa.workers.models.checkpoint import Checkpoint
-from ripresa.workers.models.deepseek_v41.config import ModelConfig
-from ripresa.workers.models.deepseek_v41.weights import Half, load_weights
+from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.request import SamplingParams
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 
@@ -30,11 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> TorchModelRunner:
-    config = ModelConfig.from_file(folder / "config.json")
-    with Checkpoint(folder) as checkpoint:
-        weights = load_weights(checkpoint, config, Half.ALL)
-    assert weights.num_parameters == 11_576_816
-    return TorchModelRunner(config, weights, num_blocks=10, num_slots=1)
+    runner = load_runner(folder, Half.ALL, num_blocks=10, num_slots=1, numerics=Numerics.FAST)
+    assert runner.weights.num_parameters == 11_824_624
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +47,7 @@ def step(runner: TorchModelRunner, tokens: list[int], start: int) -> StepOutput:
         slot=0,
         block_table=tuple(range(10)),
         token_ids=tuple(tokens[start:]),
+        lookback_ids=tuple(tokens[max(0, start - 3) : start]),
         encoder_start=start,
         decoder_start=max(start, floor),
         decoder_stop=len(tokens),

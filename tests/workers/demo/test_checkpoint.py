@@ -32,7 +32,7 @@ def test_the_folder_is_complete(made: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == FILES
     tensors = load_file(made / "model.safetensors")
     assert weights_digest(tensors) == WEIGHTS_DIGEST
-    assert sum(tensor.numel() for tensor in tensors.values()) == 11_576_816
+    assert sum(tensor.numel() for tensor in tensors.values()) == 12_089_904
     for name in ("config.json", "tokenizer.json"):
         assert (made / name).read_bytes() == (checkpoint.FOLDER / name).read_bytes()
 
