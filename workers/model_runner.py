@@ -16,7 +16,7 @@ from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import Numerics
 from ripresa.workers.errors import ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
-from ripresa.workers.models.checkpoint import Checkpoint
+from ripresa.workers.models.checkpoint import Checkpoint, Progress
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram import Engram
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids, check_tokenizer
@@ -302,6 +302,7 @@ def load_runner(
     compressed_ids: Ids | None = None,
     poison: bool = False,
     observer: Observer | None = None,
+    progress: Progress | None = None,
 ) -> TorchModelRunner:
     """Load one half of a checkpoint folder and its KV memory.
 
@@ -311,7 +312,7 @@ def load_runner(
         ConfigError, CheckpointError: naming the field or tensor at fault.
     """
     config = ModelConfig.from_file(folder / "config.json")
-    with Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder, progress) as checkpoint:
         weights = load_weights(checkpoint, config, half)
     if config.engram.layer_ids and compressed_ids is None:
         compressed_ids = _compressed_ids(folder, config)

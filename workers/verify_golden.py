@@ -345,7 +345,7 @@ def verify_golden(paths: list[Path], echo: Echo, *, quick: bool = False) -> bool
 
 
 def _verify_case(path: Path, echo: Echo, quick: bool) -> bool:
-    golden = _load_golden(path)
+    golden = load_golden(path)
     config = ModelConfig.from_file(path / "checkpoint" / "config.json")
     report = Report(golden, echo)
     case = _Case(path / "checkpoint", config, golden, report)
@@ -355,7 +355,7 @@ def _verify_case(path: Path, echo: Echo, quick: bool) -> bool:
     return report.finish(dict.fromkeys(drafts, "draft stages are not supported yet"))
 
 
-def _load_golden(path: Path) -> dict[str, torch.Tensor]:
+def load_golden(path: Path) -> dict[str, torch.Tensor]:
     try:
         golden = load_file(path / "golden.safetensors")
     except (OSError, SafetensorError) as error:
@@ -389,10 +389,10 @@ class _Case:
         self._report = report
         self._tokens = tuple(golden["token_ids"].tolist())
         self._prefill_length = int(golden["prefill_length"][0])
-        on_grids = _on_grids(golden, config)
-        self._format = KVFormat.PACKED if on_grids else KVFormat.FLOAT32
-        self._logits = Limit(1e-4, 5e-3 if on_grids else None)
-        self._streams = Limit(5e-4, 25e-3 if on_grids else None)
+        gridded = on_grids(golden, config)
+        self._format = KVFormat.PACKED if gridded else KVFormat.FLOAT32
+        self._logits = Limit(1e-4, 5e-3 if gridded else None)
+        self._streams = Limit(5e-4, 25e-3 if gridded else None)
         self._w8a8 = Limit(1e-3, 5e-3)
         if not 0 < self._prefill_length <= len(self._tokens):
             raise CheckpointError("prefill_length lies outside the prompt", tensor="prefill_length")
@@ -570,7 +570,7 @@ class _Case:
         machine.forget_windows()
 
 
-def _on_grids(golden: Mapping[str, torch.Tensor], config: ModelConfig) -> bool:
+def on_grids(golden: Mapping[str, torch.Tensor], config: ModelConfig) -> bool:
     """Whether a case's cached rows were stored in the packed formats: then they lie on the grid."""
     rows = golden.get("official.state.swa.0.rows")
     if rows is None or config.head_dim % 32:
