@@ -78,17 +78,22 @@ def plan_memory(config: Path | None, assignments: tuple[str, ...], available: st
 
 
 def _plans(settings: ClusterConfig) -> list[tuple[MemoryPlan, int]]:
-    from ripresa.workers.cache.kv_layout import KVFormat
     from ripresa.workers.memory_plan import plan_memory as plan_of
     from ripresa.workers.model_runner import DEFAULT_WORKSPACE_BYTES, kv_layout
     from ripresa.workers.models.deepseek_v41.config import ModelConfig
     from ripresa.workers.models.deepseek_v41.tensor_specs import Half
 
     model = ModelConfig.from_file(settings.model.config_file)
-    layout = kv_layout(model, KVFormat.PACKED, "")
     return [
         (
-            plan_of(model, half, engine, settings.lanes(), layout, DEFAULT_WORKSPACE_BYTES),
+            plan_of(
+                model,
+                half,
+                engine,
+                settings.lanes(),
+                kv_layout(model, engine.kv_format, ""),
+                DEFAULT_WORKSPACE_BYTES,
+            ),
             replicas,
         )
         for half, engine, replicas in (

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.host_memory import available_memory
-from ripresa.workers.memory_plan import plan_memory, size
+from ripresa.workers.memory_plan import HELD, plan_memory, size
 from ripresa.workers.model_runner import (
     DEFAULT_WORKSPACE_BYTES,
     TorchModelRunner,
     kv_layout,
     load_runner,
 )
+from ripresa.workers.models.checkpoint import ProgressLines
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -62,6 +62,7 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
         num_slots=engine.max_num_seqs,
         numerics=engine.numerics,
         kv_format=engine.kv_format,
+        progress=ProgressLines(f"reading {HELD[half]}", logger.info),
     )
     _warm_up(runner, half)
     logger.info(
@@ -81,7 +82,7 @@ def _check_memory(settings: WorkerSettings, half: Half) -> None:
         half,
         settings.engine,
         settings.lanes,
-        kv_layout(config, KVFormat.PACKED, ""),
+        kv_layout(config, settings.engine.kv_format, ""),
         DEFAULT_WORKSPACE_BYTES,
     )
     available = available_memory()
