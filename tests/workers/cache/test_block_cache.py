@@ -1,0 +1,454 @@
+"""Does the block cache agree with a naive model, through any history of requests and sessions?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
+
+from ripresa.workers.cache.block_books import Lease, Offer
+from ripresa.workers.cache.block_cache import BlockCache
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.block_pool import BlockPool
+from ripresa.workers.cache.block_record import (
+    BlockPublished,
+    BlockRecord,
+    BlockRemoved,
+    CacheEvent,
+    Producer,
+    PublishOutcome,
+)
+from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
+
+WINDOW = 8
+NUM_BLOCKS = 10
+NUM_RANKS = 2
+LONGEST = 5
+
+
+def identity(path: str, restarts: tuple[int, ...] = ()) -> BlockIdentity:
+    """The block at the end of a path of tokens: "ab" is the second block after "a"."""
+    return BlockIdentity(path.encode(), restarts)
+
+
+def record(name: BlockIdentity, producer: Producer = Producer.PREFILL) -> BlockRecord:
+    return BlockRecord(name, producer, weights="w1")
+
+
+def publish(cache: BlockCache, block: int, name: BlockIdentity) -> PublishOutcome:
+    offer = cache.offer(block, record(name))
+    return [cache.acknowledge(offer, rank) for rank in range(NUM_RANKS)][-1]
+
+
+@dataclass(eq=False)
+class Request:
+    """One running request: its blocks in order, and the name of each, published or not."""
+
+    names: list[BlockIdentity]
+    blocks: list[int]
+    offers: dict[int, tuple[Offer, set[int]]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Session:
+    lease: Lease
+    names: list[BlockIdentity]
+    blocks: list[int]
+    is_pinned: bool
+    is_over: bool = False
+
+
+class CacheHistory(RuleBasedStateMachine):
+    """The model keeps plain lists; `order` is every published block, next to be evicted first."""
+
+    requests = Bundle("requests")
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[CacheEvent] = []
+        self.cache = BlockCache(BlockPool(NUM_BLOCKS), WINDOW, NUM_RANKS, self.events.append)
+        self.published: dict[BlockIdentity, int] = {}
+        self.order: list[BlockIdentity] = []
+        self.demoted: set[BlockIdentity] = set()
+        self.running: list[Request] = []
+        self.open: list[Session] = []
+
+    def users(self, block: int) -> int:
+        return sum(request.blocks.count(block) for request in self.running)
+
+    def sessions_of(self, name: BlockIdentity) -> list[Session]:
+        block = self.published.get(name)
+        return [s for s in self.open if (name, block) in zip(s.names, s.blocks, strict=True)]
+
+    def unused(self) -> list[BlockIdentity]:
+        free = [
+            name
+            for name in self.order
+            if not self.users(self.published[name])
+            and not any(s.is_pinned for s in self.sessions_of(name))
+        ]
+        return sorted(free, key=lambda name: name not in self.demoted)
+
+    def touch(self, name: BlockIdentity) -> None:
+        self.order.remove(name)
+        self.order.append(name)
+
+    def forget(self, name: BlockIdentity) -> None:
+        del self.published[name]
+        self.order.remove(name)
+        self.demoted.discard(name)
+
+    def removed(self, is_evicted: bool) -> list[BlockIdentity]:
+        return [
+            event.record.identity
+            for event in self.events
+            if isinstance(event, BlockRemoved) and event.is_evicted is is_evicted
+        ]
+
+    @rule(
+        target=requests,
+        path=st.text("ab", min_size=1, max_size=LONGEST),
+        restart=st.sampled_from([None, None, 16, 24]),
+    )
+    def start(self, path: str, restart: int | None) -> object:
+        hashes = [path[: k + 1].encode() for k in range(len(path))]
+        chain = list(self.cache.match(hashes))
+        assert chain == self.expected_chain(path)
+        lineage = chain[-1].restarts if chain else ()
+        boundary = len(chain) * WINDOW
+        if restart is not None and boundary == restart:
+            lineage = (*lineage, boundary)
+        names = chain + [identity(path[: k + 1], lineage) for k in range(len(chain), len(path))]
+        adopted = list(self.cache.adopt(chain))
+        request = Request(names[: len(chain)], adopted)
+        self.running.append(request)
+        self.demoted -= set(chain)
+        needed = len(path) - len(chain)
+        candidates = self.unused()
+        free = NUM_BLOCKS - len(set(self.published.values()) | self.private_blocks())
+        self.events.clear()
+        if needed > free + len(candidates):
+            with pytest.raises(ResourceExhausted):
+                self.cache.allocate(needed)
+            assert not self.events
+            self.end(request)
+            return multiple()
+        request.blocks += self.cache.allocate(needed)
+        request.names = names
+        evicted = candidates[: max(0, needed - free)]
+        assert self.removed(is_evicted=True) == evicted
+        for name in evicted:
+            self.forget(name)
+        return request
+
+    def private_blocks(self) -> set[int]:
+        return {block for request in self.running for block in request.blocks}
+
+    def expected_chain(self, path: str) -> list[BlockIdentity]:
+        """Every chain of one lineage, by trying all; the longest, then the least restarted."""
+        chains: list[list[BlockIdentity]] = [[]]
+        for chain in chains:
+            number = len(chain)
+            if number == len(path):
+                continue
+            before = chain[-1].restarts if chain else ()
+            for restarts in {before, (*before, number * WINDOW)}:
+                name = identity(path[: number + 1], restarts)
+                if name in self.published:
+                    chains.append([*chain, name])
+        longest = max(len(chain) for chain in chains)
+        best = [chain for chain in chains if len(chain) == longest]
+        return min(best, key=lambda c: (len(c[-1].restarts), c[-1].restarts) if c else (0, ()))
+
+    @rule(request=requests, number=st.integers(0, LONGEST - 1), rank=st.integers(0, NUM_RANKS - 1))
+    def acknowledge(self, request: Request, number: int, rank: int) -> None:
+        if number >= len(request.blocks):
+            return
+        if request in self.running:
+            block, name = request.blocks[number], request.names[number]
+            if number not in request.offers:
+                if block in self.published.values():
+                    with pytest.raises(RipresaError, match="cannot be offered"):
+                        self.cache.offer(block, record(name))
+                    return
+                try:
+                    offer = self.cache.offer(block, record(name))
+                except RipresaError:
+                    return  # It was published once, and withdrawn.
+                request.offers[number] = (offer, set())
+        elif number not in request.offers:
+            return
+        offer, ranks = request.offers[number]
+        self.events.clear()
+        outcome = self.cache.acknowledge(offer, rank)
+        was_complete = len(ranks) == NUM_RANKS
+        ranks.add(rank)
+        if len(ranks) < NUM_RANKS or was_complete or request not in self.running:
+            assert not self.events
+            return
+        name = request.names[number]
+        if name in self.published:
+            assert outcome is PublishOutcome.DUPLICATE
+            assert not self.events
+        else:
+            assert outcome is PublishOutcome.PUBLISHED
+            assert self.events == [BlockPublished(record(name))]
+            self.published[name] = request.blocks[number]
+            self.order.append(name)
+
+    @rule(request=consumes(requests))
+    def finish(self, request: Request) -> None:
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        self.cache.release(request.blocks)
+        self.running.remove(request)
+        for number in reversed(range(len(request.blocks))):
+            name, block = request.names[number], request.blocks[number]
+            if self.published.get(name) == block:
+                self.touch(name)
+            elif number in request.offers and name in self.published:
+                offer, _ = request.offers[number]
+                if offer.outcome is not PublishOutcome.VOID:
+                    self.demoted.discard(name)
+                    self.touch(name)
+
+    @rule(target=sessions, request=requests, is_pinned=st.booleans())
+    def lease(self, request: Request, is_pinned: bool) -> object:
+        names = []
+        for name in request.names:
+            if name not in self.published:
+                break
+            names.append(name)
+        lease = self.cache.lease(names, is_pinned=is_pinned)
+        session = Session(lease, names, [self.published[name] for name in names], is_pinned)
+        self.open.append(session)
+        for name in reversed(names):
+            self.demoted.discard(name)
+            self.touch(name)
+        return session
+
+    @rule(session=sessions)
+    def unpin(self, session: Session) -> None:
+        self.cache.unpin(session.lease)
+        if session.is_over or not session.is_pinned:
+            return
+        session.is_pinned = False
+        for name in self.alive(session):
+            self.touch(name)
+
+    def alive(self, session: Session) -> list[BlockIdentity]:
+        return [
+            name
+            for name, block in zip(reversed(session.names), reversed(session.blocks), strict=True)
+            if self.published.get(name) == block
+        ]
+
+    @rule(session=sessions, demotes=st.booleans())
+    def end_session(self, session: Session, demotes: bool) -> None:
+        (self.cache.lapse if demotes else self.cache.redeem)(session.lease)
+        if session.is_over:
+            return
+        session.is_over = True
+        alive = self.alive(session)
+        self.open.remove(session)
+        for name in alive:
+            if not demotes:
+                self.demoted.discard(name)
+                self.touch(name)
+            elif not self.sessions_of(name) and not self.users(self.published[name]):
+                self.demoted.add(name)
+                self.touch(name)
+            elif session.is_pinned:
+                self.touch(name)
+
+    @rule(token=st.sampled_from("ab"), position=st.integers(0, LONGEST - 1))
+    def withdraw(self, token: str, position: int) -> None:
+        gone = [
+            name
+            for name in self.published
+            if name.hash[position : position + 1] == token.encode() and len(name.hash) > 2
+        ]
+        self.events.clear()
+        assert self.cache.withdraw(lambda r: r.identity in gone) == len(gone)
+        assert sorted(self.removed(is_evicted=False)) == sorted(gone)
+        for session in self.open:
+            kept = [
+                (n, b) for n, b in zip(session.names, session.blocks, strict=True) if n not in gone
+            ]
+            session.names = [name for name, _ in kept]
+            session.blocks = [block for _, block in kept]
+        for name in gone:
+            self.forget(name)
+
+    @invariant()
+    def agree(self) -> None:
+        self.cache.check_integrity()
+        assert self.cache.num_published == len(self.published)
+        for name in self.published:
+            assert name in self.cache
+        taken = len(set(self.published.values()) | self.private_blocks())
+        assert self.cache.num_available == NUM_BLOCKS - taken + len(self.unused())
+
+    def teardown(self) -> None:
+        for request in list(self.running):
+            self.end(request)
+        for session in list(self.open):
+            self.cache.lapse(session.lease)
+        self.cache.check_integrity()
+        assert self.cache.num_available == NUM_BLOCKS
+
+
+CacheHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestCacheHistory = CacheHistory.TestCase
+
+
+def cache_of(num_blocks: int, events: list[CacheEvent] | None = None) -> BlockCache:
+    hear = None if events is None else events.append
+    return BlockCache(BlockPool(num_blocks), WINDOW, NUM_RANKS, hear)
+
+
+def test_i8_a_block_is_found_when_every_rank_has_acknowledged_it_and_not_before() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(2, events)
+    (block,) = cache.allocate(1)
+    assert cache.match([b"a"]) == ()
+    offer = cache.offer(block, record(identity("a")))
+    assert cache.match([b"a"]) == ()
+    assert cache.acknowledge(offer, 1) is PublishOutcome.PENDING
+    assert cache.acknowledge(offer, 1) is PublishOutcome.PENDING
+    assert cache.match([b"a"]) == ()
+    assert not events
+    assert cache.acknowledge(offer, 0) is PublishOutcome.PUBLISHED
+    assert cache.match([b"a"]) == (identity("a"),)
+    assert cache.acknowledge(offer, 0) is PublishOutcome.PUBLISHED
+    assert events == [BlockPublished(record(identity("a")))]
+    with pytest.raises(RipresaError, match="rank 2 is none of the 2 ranks"):
+        cache.acknowledge(offer, 2)
+
+
+def test_i14_the_first_writer_wins_and_the_second_keeps_its_own_block() -> None:
+    cache = cache_of(2)
+    first, second = cache.allocate(2)
+    assert publish(cache, second, identity("a")) is PublishOutcome.PUBLISHED
+    assert publish(cache, first, identity("a")) is PublishOutcome.DUPLICATE
+    assert cache.adopt([identity("a")]) == (second,)
+    cache.release((first,))
+    assert cache.num_available == 1
+    assert cache.match([b"a"]) == (identity("a"),)
+
+
+def test_i19_a_cancelled_request_publishes_nothing_afterwards_and_frees_every_page_once() -> None:
+    cache = cache_of(2)
+    (block,) = cache.allocate(1)
+    offer = cache.offer(block, record(identity("a")))
+    cache.acknowledge(offer, 0)
+    cache.release((block,))
+    assert cache.num_available == 2
+    (again,) = cache.allocate(1)
+    assert again == block
+    assert cache.acknowledge(offer, 1) is PublishOutcome.VOID
+    assert cache.match([b"a"]) == ()
+    with pytest.raises(RipresaError) as caught:
+        cache.release((block, block))
+    assert caught.value.code is ErrorCode.INTERNAL
+    cache.release((block,))
+    cache.check_integrity()
+
+
+def test_i18_blocks_of_a_plan_are_kept_from_adoption_to_release() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(3, events)
+    blocks = cache.allocate(3)
+    for block, path in zip(blocks, ("a", "ab", "abc"), strict=True):
+        publish(cache, block, identity(path))
+    cache.release(blocks)
+    cache.adopt([identity("a"), identity("ab")])
+    with pytest.raises(ResourceExhausted, match="0 of 3 are free and 1 can be evicted"):
+        cache.allocate(2)
+    cache.allocate(1)
+    assert events[-1] == BlockRemoved(record(identity("abc")), is_evicted=True)
+    with pytest.raises(RipresaError, match="block 2 of the chain is not cached; plan again"):
+        cache.adopt([identity("a"), identity("ab"), identity("abc")])
+    cache.check_integrity()
+
+
+def test_the_end_of_a_chain_goes_first_and_old_chains_before_recent_ones() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(4, events)
+    for path in ("x", "y"):
+        blocks = cache.allocate(2)
+        publish(cache, blocks[0], identity(path))
+        publish(cache, blocks[1], identity(path + "z"))
+        cache.release(blocks)
+    cache.release(cache.adopt([identity("x")]))
+    events.clear()
+    cache.allocate(4)
+    assert [event.record.identity.hash for event in events] == [b"xz", b"yz", b"y", b"x"]
+
+
+def test_blocks_of_lapsed_sessions_go_before_recency_speaks() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(4, events)
+    blocks = cache.allocate(4)
+    for block, path in zip(blocks, ("old", "shared", "mine", "new"), strict=True):
+        publish(cache, block, identity(path))
+        cache.release((block,))
+    pinned = cache.lease([identity("shared"), identity("mine")])
+    other = cache.lease([identity("shared")], is_pinned=False)
+    assert cache.num_available == 2
+    cache.lapse(pinned)
+    events.clear()
+    cache.allocate(2)
+    assert [event.record.identity.hash for event in events] == [b"mine", b"old"]
+    cache.redeem(other)
+    cache.lapse(other)
+    cache.check_integrity()
+    assert cache.num_available == 2
+
+
+def test_withdrawn_blocks_are_found_no_more_and_freed_with_their_last_user() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(3, events)
+    blocks = cache.allocate(2)
+    for block, path in zip(blocks, ("a", "b"), strict=True):
+        publish(cache, block, identity(path))
+    cache.release(blocks[1:])
+    lease = cache.lease([identity("a"), identity("b")])
+    assert cache.withdraw(lambda r: r.weights == "w2") == 0
+    assert cache.withdraw(lambda r: r.weights == "w1") == 2
+    assert cache.num_available == 2
+    assert cache.num_published == 0
+    cache.release(blocks[:1])
+    assert cache.num_available == 3
+    cache.lapse(lease)
+    cache.check_integrity()
+
+
+def test_a_private_block_is_offered_once() -> None:
+    cache = cache_of(1)
+    (block,) = cache.allocate(1)
+    cache.offer(block, record(identity("a")))
+    with pytest.raises(RipresaError, match="cannot be offered"):
+        cache.offer(block, record(identity("b")))
+    with pytest.raises(RipresaError, match="cannot be offered"):
+        cache.offer(7, record(identity("b")))
+
+
+def test_check_integrity_sees_a_page_taken_behind_the_cache() -> None:
+    pool = BlockPool(2)
+    cache = BlockCache(pool, WINDOW)
+    pool.allocate(1)
+    with pytest.raises(RipresaError, match="1 KV blocks are taken but 0 are on the cache's books"):
+        cache.check_integrity()

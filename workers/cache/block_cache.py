@@ -1,0 +1,340 @@
+"""Which published KV blocks does a worker hold, who uses them, and which one makes room?
+
+    allocate ──▶ private ── offer, every rank acknowledges ──▶ published ◀── adopt
+                    │  (identity taken: stays private)             │
+                    └── release ──▶ free                           └── last release ──▶ unused
+                                      ▲                                                   │
+                                      └────────── evicted, when nobody pins it ───────────┘
+
+A block that a running request uses, or a lease pins, is never evicted. Pure: blocks are ids, time
+is the order of calls, and what happens is told to a callback.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ripresa.workers.cache.block_books import BlockBooks, Lease, Offer
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.block_pool import BlockPool
+from ripresa.workers.cache.block_record import (
+    BlockPublished,
+    BlockRecord,
+    BlockRemoved,
+    CacheEvent,
+    PublishOutcome,
+)
+from ripresa.workers.cache.eviction_order import EvictionOrder
+from ripresa.workers.cache.lineage_index import LineageIndex
+from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
+from ripresa.workers.replay import ReplayMode
+
+
+class BlockCache:
+    """The blocks of one worker's pool, published or private.
+
+    Args:
+        pool: all allocation and freeing of its blocks goes through this cache.
+        window: W, tokens in a block.
+        num_ranks: ranks that must acknowledge a block before it is published.
+        on_event: hears of every published and removed block, in order.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        window: int,
+        num_ranks: int = 1,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"a worker has at least one rank, got {num_ranks}")
+        self._pool = pool
+        self._num_ranks = num_ranks
+        self._on_event = on_event
+        self._books: dict[int, BlockBooks] = {}
+        self._index: LineageIndex[BlockBooks] = LineageIndex(window)
+        self._unused = EvictionOrder()
+
+    @property
+    def num_published(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an `allocate` could have now."""
+        return self._pool.num_free + len(self._unused)
+
+    def __contains__(self, identity: BlockIdentity) -> bool:
+        return identity in self._index
+
+    def record(self, identity: BlockIdentity) -> BlockRecord | None:
+        """Of a published block; None if it is not held."""
+        books = self._index.get(identity)
+        return None if books is None else books.record
+
+    def match(
+        self,
+        hashes: Sequence[bytes],
+        mode: ReplayMode = ReplayMode.BOUNDED,
+        interval: int | None = None,
+        max_blocks: int | None = None,
+    ) -> tuple[BlockIdentity, ...]:
+        """The longest published chain of one lineage; see `LineageIndex.match`.
+
+        Nothing is reserved and no recency changes: `adopt` what the plan really reuses.
+        """
+        return self._index.match(hashes, mode, interval, max_blocks)
+
+    def allocate(self, num_blocks: int) -> tuple[int, ...]:
+        """Take private blocks for one user, evicting unused ones for lack of free ones.
+
+        Raises:
+            ResourceExhausted: too few are free or unused; nothing was taken or evicted.
+        """
+        if num_blocks > self.num_available:
+            raise ResourceExhausted(
+                f"{num_blocks} KV blocks are needed; {self._pool.num_free} of "
+                f"{self._pool.num_blocks} are free and {len(self._unused)} can be evicted; retry "
+                "when running requests have finished"
+            )
+        events: list[CacheEvent] = []
+        for _ in range(num_blocks - self._pool.num_free):
+            books = self._books[self._unused.pop()]
+            events.append(self._unpublish(books, is_evicted=True))
+            self._free(books)
+        blocks = self._pool.allocate(num_blocks)
+        for block in blocks:
+            self._books[block] = BlockBooks(block)
+        self._tell(events)
+        return blocks
+
+    def adopt(self, chain: Sequence[BlockIdentity]) -> tuple[int, ...]:
+        """Become a user of published blocks, all or none; their ids in order.
+
+        Raises:
+            RipresaError: NOT_FOUND; one is gone since it was planned. Plan again.
+        """
+        found = self._find(chain)
+        for books in found:
+            books.num_users += 1
+            books.is_demoted = False
+            self._unused.discard(books.block)
+        return tuple(books.block for books in found)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """End one use of each block, given in order of position.
+
+        Published blocks without users stay until they make room, the last of the chain first;
+        private ones are free at once, and what was offered of them is void.
+
+        Raises:
+            RipresaError: INTERNAL; a block is not in use (so often). Nothing was released.
+        """
+        for block, count in Counter(blocks).items():
+            books = self._books.get(block)
+            if books is None or books.num_users < count:
+                raise RipresaError(ErrorCode.INTERNAL, f"KV block {block} is released unused")
+        for block in reversed(blocks):
+            books = self._books[block]
+            books.num_users -= 1
+            if books.num_users == 0:
+                self._end_use(books)
+
+    def offer(self, block: int, record: BlockRecord) -> Offer:
+        """Announce that a private block is full and committed; nobody finds it yet.
+
+        Raises:
+            RipresaError: INTERNAL; the block is not in use, or was offered before.
+        """
+        books = self._books.get(block)
+        if books is None or books.num_users == 0 or books.offer is not None:
+            raise RipresaError(ErrorCode.INTERNAL, f"KV block {block} cannot be offered")
+        offer = Offer(books, record, self._num_ranks)
+        books.offer = offer
+        return offer
+
+    def acknowledge(self, offer: Offer, rank: int) -> PublishOutcome:
+        """A rank has written all of the block. The last one's word publishes it. Idempotent.
+
+        The first writer of an identity stays: a later one keeps its own block for itself, so that
+        nothing is swapped under a running request.
+        """
+        if not 0 <= rank < self._num_ranks:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"rank {rank} is none of the {self._num_ranks} ranks"
+            )
+        offer.missing_ranks.discard(rank)
+        if offer.outcome is not PublishOutcome.PENDING or offer.missing_ranks:
+            return offer.outcome
+        books, identity = offer.books, offer.record.identity
+        if identity in self._index:
+            offer.outcome = PublishOutcome.DUPLICATE
+            return offer.outcome
+        self._index.add(identity, books)
+        books.record = offer.record
+        offer.outcome = PublishOutcome.PUBLISHED
+        self._tell([BlockPublished(offer.record)])
+        return offer.outcome
+
+    def lease(self, chain: Sequence[BlockIdentity], *, is_pinned: bool = True) -> Lease:
+        """Register a session's interest in published blocks, all or none.
+
+        Pinned blocks are never evicted. An open session without a pin keeps its blocks from being
+        demoted when another session that shares them ends.
+
+        Raises:
+            RipresaError: NOT_FOUND; one of them is gone.
+        """
+        found = self._find(chain)
+        for books in found:
+            books.num_leases += 1
+            books.num_pins += is_pinned
+            books.is_demoted = False
+        for books in reversed(found):
+            self._place(books)
+        return Lease(tuple(found), is_pinned)
+
+    def unpin(self, lease: Lease) -> None:
+        """The session stays open, its blocks may be evicted. Idempotent."""
+        if lease.is_over or not lease.is_pinned:
+            return
+        lease.is_pinned = False
+        for books in self._alive(lease):
+            books.num_pins -= 1
+            self._place(books)
+
+    def redeem(self, lease: Lease) -> None:
+        """The session goes on: the lease is over, its blocks count as used now. Idempotent."""
+        self._end(lease, demotes=False)
+
+    def lapse(self, lease: Lease) -> None:
+        """The session is overdue, compacted or closed. Idempotent.
+
+        Its blocks that nobody uses and no other lease covers will be the first to go.
+        """
+        self._end(lease, demotes=True)
+
+    def withdraw(self, condition: Callable[[BlockRecord], bool]) -> int:
+        """Unpublish every block whose record fulfils `condition`, pinned or not; how many.
+
+        Users keep theirs until they release them.
+        """
+        gone = [self._index.get(identity) for identity in self._index]
+        events: list[CacheEvent] = []
+        for books in gone:
+            if books is None or books.record is None or not condition(books.record):
+                continue
+            events.append(self._unpublish(books, is_evicted=False))
+            self._unused.discard(books.block)
+            if books.num_users == 0:
+                self._free(books)
+        self._tell(events)
+        return len(events)
+
+    def _find(self, chain: Sequence[BlockIdentity]) -> list[BlockBooks]:
+        found = []
+        for number, identity in enumerate(chain):
+            books = self._index.get(identity)
+            if books is None:
+                raise RipresaError(
+                    ErrorCode.NOT_FOUND, f"block {number} of the chain is not cached; plan again"
+                )
+            found.append(books)
+        return found
+
+    def _end_use(self, books: BlockBooks) -> None:
+        if books.record is not None:
+            self._place(books)
+            return
+        if books.offer is not None:
+            self._end_offer(books.offer)
+        self._free(books)
+
+    def _end_offer(self, offer: Offer) -> None:
+        if offer.outcome is PublishOutcome.PENDING:
+            offer.outcome = PublishOutcome.VOID
+            return
+        # The twin that was first has served as this one's continuation in the chain: as recent.
+        twin = self._index.get(offer.record.identity)
+        if twin is not None:
+            twin.is_demoted = False
+            self._place(twin)
+
+    def _end(self, lease: Lease, *, demotes: bool) -> None:
+        if lease.is_over:
+            return
+        lease.is_over = True
+        for books in self._alive(lease):
+            books.num_leases -= 1
+            books.num_pins -= lease.is_pinned
+            if not demotes or books.num_leases == books.num_users == 0:
+                books.is_demoted = demotes
+                self._place(books)
+            elif lease.is_pinned:
+                self._place(books)
+        lease.is_pinned = False
+
+    @staticmethod
+    def _alive(lease: Lease) -> list[BlockBooks]:
+        """Blocks of a lease that were not evicted since; the last of the chain first."""
+        return [books for books in reversed(lease.books) if not books.is_freed]
+
+    def _place(self, books: BlockBooks) -> None:
+        """Enter a published block behind the unused ones, or take it out if it is not unused."""
+        self._unused.discard(books.block)
+        if books.num_users == books.num_pins == 0 and books.record is not None:
+            self._unused.put(books.block, is_demoted=books.is_demoted)
+
+    def _unpublish(self, books: BlockBooks, *, is_evicted: bool) -> BlockRemoved:
+        assert books.record is not None
+        record, books.record = books.record, None
+        self._index.remove(record.identity)
+        return BlockRemoved(record, is_evicted)
+
+    def _free(self, books: BlockBooks) -> None:
+        books.is_freed = True
+        del self._books[books.block]
+        self._pool.free((books.block,))
+
+    def _tell(self, events: Sequence[CacheEvent]) -> None:
+        if self._on_event is not None:
+            for event in events:
+                self._on_event(event)
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless pool, index, books and eviction order agree."""
+        self._pool.check_integrity()
+        if len(self._books) != self._pool.num_blocks - self._pool.num_free:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"{self._pool.num_blocks - self._pool.num_free} KV blocks are taken but "
+                f"{len(self._books)} are on the cache's books",
+            )
+        for identity in self._index:
+            books = self._index.get(identity)
+            record = None if books is None else books.record
+            if record is None or record.identity != identity:
+                raise RipresaError(
+                    ErrorCode.INTERNAL, "the index names a block of another identity"
+                )
+        for block, books in self._books.items():
+            self._check(block, books)
+
+    def _check(self, block: int, books: BlockBooks) -> None:
+        published = books.record is not None and self._index.get(books.record.identity) is books
+        unused = published and books.num_users == books.num_pins == 0
+        faults = {
+            "is on the books of another block or was freed": books.block != block or books.is_freed,
+            "has a negative count": min(books.num_users, books.num_pins) < 0,
+            "has more pins than leases": books.num_pins > books.num_leases,
+            "has a record but is not in the index": books.record is not None and not published,
+            "has neither a user nor a record": not published and books.num_users == 0,
+            "can be evicted though it is used, or cannot though it is not": (
+                (block in self._unused) is not unused
+            ),
+        }
+        for fault, is_present in faults.items():
+            if is_present:
+                raise RipresaError(ErrorCode.INTERNAL, f"KV block {block} {fault}")

@@ -1,0 +1,46 @@
+"""Which unused block goes first? Demoted ones before all others, then the longest unused.
+
+Blocks whose sessions are over or overdue are demoted; recency speaks about the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class EvictionOrder:
+    """Unused blocks in the order in which they will be evicted. All operations take O(1)."""
+
+    def __init__(self) -> None:
+        # Dicts keep insertion order; re-inserting moves to the end.
+        self._demoted: dict[int, None] = {}
+        self._recent: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._demoted) + len(self._recent)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._recent or block in self._demoted
+
+    def __iter__(self) -> Iterator[int]:
+        """First to go first."""
+        yield from self._demoted
+        yield from self._recent
+
+    def put(self, block: int, *, is_demoted: bool) -> None:
+        """Enter a block, or move it, behind all others of its class."""
+        self.discard(block)
+        (self._demoted if is_demoted else self._recent)[block] = None
+
+    def discard(self, block: int) -> None:
+        self._demoted.pop(block, None)
+        self._recent.pop(block, None)
+
+    def pop(self) -> int:
+        """Take the block that goes first; raises KeyError when there is none."""
+        queue = self._demoted or self._recent
+        block = next(iter(queue), None)
+        if block is None:
+            raise KeyError("no block can be evicted")
+        del queue[block]
+        return block
