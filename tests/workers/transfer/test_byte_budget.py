@@ -22,6 +22,7 @@ def test_budget_is_bounded_fair_and_returns_to_zero(steps: list[tuple[str, int]]
         budget = ByteBudget(CAPACITY)
         order: list[int] = []
         holders: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        tasks: list[asyncio.Task[None]] = []
 
         async def hold(number: int, num_bytes: int, done: asyncio.Event) -> None:
             async with budget.hold(num_bytes):
@@ -31,7 +32,8 @@ def test_budget_is_bounded_fair_and_returns_to_zero(steps: list[tuple[str, int]]
         for number, (action, value) in enumerate(steps):
             if action == "take":
                 done = asyncio.Event()
-                holders[number] = (asyncio.create_task(hold(number, value, done)), done)
+                tasks.append(asyncio.create_task(hold(number, value, done)))
+                holders[number] = (tasks[-1], done)
             elif holders:
                 task, done = holders.pop(sorted(holders)[value % len(holders)])
                 if action == "cancel":
@@ -44,7 +46,8 @@ def test_budget_is_bounded_fair_and_returns_to_zero(steps: list[tuple[str, int]]
             assert order == sorted(order), "first come, first served"
         for _, done in holders.values():
             done.set()
-        await asyncio.gather(*(task for task, _ in holders.values()))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(o is None or isinstance(o, asyncio.CancelledError) for o in outcomes)
         assert budget.held_bytes == 0
         assert budget.num_waiting == 0
 
