@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ripresa.cluster.cli_checkpoint import checkpoint
+from ripresa.cluster.cli_checkpoint import checkpoint, doctor
 from ripresa.cluster.cli_generate import generate
 from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.progress import progress
@@ -151,6 +151,7 @@ def check_config(config: Path, assignments: tuple[str, ...]) -> None:
 
 cli.add_command(generate)
 cli.add_command(checkpoint)
+cli.add_command(doctor)
 cli.add_command(plan)
 
 

@@ -95,3 +95,33 @@ def tiny(
             files.append(folder / tokenizer.name)
     for file in files:
         click.echo(f"{file} {file.stat().st_size}")
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=checkpoint_folder)
+@click.option(
+    "--golden",
+    metavar="CASE",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Find the first layer that differs from this golden folder.",
+)
+@click.option("--record", is_flag=True, help="Write the files' hashes to DIR/SHA256SUMS first.")
+@click.pass_context
+def doctor(ctx: click.Context, folder: Path, golden: Path | None, record: bool) -> None:
+    """Find out why the model in DIR is wrong: files, tokenizer, layers, perplexity.
+
+    Files are hashed and held against DIR/SHA256SUMS if that is there. Then the whole model runs
+    once on a shipped text: scale and broken numbers of every layer, and the perplexity. Needs
+    memory for the whole model. Exits 1 if something is wrong.
+
+    \b
+    Examples:
+      ripresa doctor /models/deepseek-v4.1-flash
+      ripresa doctor my_model --golden golden/case_b_grids_engram_replay
+    """
+    with progress("examining"):
+        from ripresa.workers.doctor import examine
+
+        good = examine(folder, golden, click.echo, record=record)
+    if not good:
+        ctx.exit(1)

@@ -23,24 +23,40 @@ def open_shards(folder: Path) -> dict[str, Shard]:
         CheckpointError: the folder, its index or a shard is missing, corrupt or contradictory:
             a tensor that is in two shards, in another than the index says, or in no index.
     """
-    if not (folder / INDEX_FILE).exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return {SINGLE_FILE: Shard(_path(folder, SINGLE_FILE, None))}
-    file_of = _read_index(folder / INDEX_FILE)
-    paths = {file: _path(folder, file, name) for name, file in file_of.items()}
-    if len(paths) > _MAX_SHARDS:
-        raise CheckpointError(f"{INDEX_FILE} names {len(paths)} files, an absurd number")
+    file_of = _read_index(folder)
+    paths = _paths(folder, file_of)
     shards: dict[str, Shard] = {}
     try:
-        for file, path in sorted(paths.items()):
+        for file, path in paths.items():
             shards[file] = Shard(path)
-        _compare(file_of, shards)
+        if file_of:
+            _compare(file_of, shards)
     except CheckpointError:
         for shard in shards.values():
             shard.close()
         raise
     return shards
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards that a folder should have; nothing is opened but the index.
+
+    Raises:
+        CheckpointError: there is no usable index, and no single file.
+    """
+    return list(_paths(folder, _read_index(folder)).values())
+
+
+def _paths(folder: Path, file_of: dict[str, str]) -> dict[str, Path]:
+    """Path by file name, ascending; the single file if no index names any."""
+    if not file_of:
+        return {SINGLE_FILE: _path(folder, SINGLE_FILE, None)}
+    first_of: dict[str, str] = {}
+    for name, file in file_of.items():
+        first_of.setdefault(file, name)
+    if len(first_of) > _MAX_SHARDS:
+        raise CheckpointError(f"{INDEX_FILE} names {len(first_of)} files, an absurd number")
+    return {file: _path(folder, file, name) for file, name in sorted(first_of.items())}
 
 
 def _compare(file_of: dict[str, str], shards: dict[str, Shard]) -> None:
@@ -64,9 +80,14 @@ def _compare(file_of: dict[str, str], shards: dict[str, Shard]) -> None:
             raise CheckpointError(f"is in {file}, but not in {INDEX_FILE}", tensor=name)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(folder: Path) -> dict[str, str]:
+    """File name by tensor; empty for a folder with a single file and no index."""
+    if not (folder / INDEX_FILE).exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return {}
     try:
-        document = read_json(path, MAX_INDEX_BYTES)
+        document = read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{INDEX_FILE} is not a safetensors index: {error}") from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
