@@ -42,7 +42,8 @@ from ripresa.workers.worker_settings import WorkerSettings
 APP_NAME = "ripresa"
 GATEWAY, ENCODER, DECODER = "Gateway", "EncoderWorker", "DecodeWorker"
 
-WORKER_LEASE_S = 3.0
+WORKER_LEASE_S = 5.0
+"""A worker that does not report for this long is lost: ten heartbeats."""
 MAX_ONGOING_CALLS = 10_000
 """Admission is the gateway's and the engines' business, not Serve's."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ripresa.cluster.worker_registry import WorkerRegistry
+from ripresa.cluster.worker_registry import WorkerList, WorkerRegistry
 from ripresa.workers.report import WorkerReport
 
 
@@ -16,10 +16,10 @@ class Controller:
     """
 
     def __init__(self, lease_s: float) -> None:
-        self._registry = WorkerRegistry(lease_s)
+        self._registry = WorkerRegistry(lease_s, time.monotonic())
 
     async def report(self, report: WorkerReport) -> None:
         self._registry.report(report, time.monotonic())
 
-    async def workers(self) -> tuple[WorkerReport, ...]:
+    async def workers(self) -> WorkerList:
         return self._registry.workers(time.monotonic())

@@ -8,6 +8,19 @@ from ripresa.workers.report import WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerList:
+    """The workers whose leases hold, by id.
+
+    Attributes:
+        is_complete: every worker that lives has had the time to report, so a worker that is not
+            listed is lost. False just after a restart.
+    """
+
+    workers: tuple[WorkerReport, ...]
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Lease:
     report: WorkerReport
     expires_at: float
@@ -16,11 +29,16 @@ class _Lease:
 class WorkerRegistry:
     """Keeps the newest report of each worker for `lease_s` seconds.
 
-    Soft state: after a restart it is complete again within one heartbeat interval.
+    Soft state: after a restart it is complete again within one heartbeat interval, and says so
+    after one lease.
+
+    Args:
+        started_at: now, in monotonic seconds.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, started_at: float) -> None:
         self._lease_s = lease_s
+        self._started_at = started_at
         self._leases: dict[str, _Lease] = {}
 
     def report(self, report: WorkerReport, now: float) -> None:
@@ -30,9 +48,12 @@ class WorkerRegistry:
         else:
             self._leases[report.worker_id] = _Lease(report, now + self._lease_s)
 
-    def workers(self, now: float) -> tuple[WorkerReport, ...]:
-        """The workers whose leases hold at `now`, by id."""
+    def workers(self, now: float) -> WorkerList:
+        """The workers whose leases hold at `now`."""
         lapsed = [key for key, lease in self._leases.items() if lease.expires_at <= now]
         for key in lapsed:
             del self._leases[key]
-        return tuple(self._leases[key].report for key in sorted(self._leases))
+        return WorkerList(
+            tuple(self._leases[key].report for key in sorted(self._leases)),
+            is_complete=now - self._started_at >= self._lease_s,
+        )

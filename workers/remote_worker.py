@@ -7,6 +7,7 @@ once instead of waiting for a worker that will not come back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +15,9 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray import serve
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from ripresa.workers.errors import RipresaError, Unreachable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
 from ripresa.workers.report import WorkerReport
 
 TARGET = "worker_id"
@@ -42,12 +42,13 @@ def require_target(own_id: str, worker_id: str) -> None:
 async def failures(what: str) -> AsyncGenerator[None]:
     """Turns whatever a remote call raises into a RipresaError.
 
-    A RipresaError of the remote side is raised unchanged; everything else that Ray raises means
-    that the worker, or the way to it, is lost.
+    A RipresaError of the remote side is raised unchanged. Another exception of the remote code is
+    its mistake and would come again elsewhere. Whatever else a call raises means that the worker,
+    or the way to it, is lost.
 
     Raises:
-        RipresaError: the remote side's own error.
-        Unreachable: the call did not reach the worker, or the worker died.
+        RipresaError: the remote side's own error; INTERNAL for another exception of it.
+        Unreachable: the call did not reach the worker, or the worker died over it.
     """
     try:
         yield
@@ -57,8 +58,14 @@ async def failures(what: str) -> AsyncGenerator[None]:
         cause = error.cause
         if isinstance(cause, RipresaError):
             raise cause from None
-        raise Unreachable(f"{what} failed: {cause!r}") from error
-    except (ray.exceptions.RayError, RayServeException, ConnectionError) as error:
+        raise RipresaError(ErrorCode.INTERNAL, f"{what} failed: {cause!r}") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this side: the remote process ended the call with itself.
+        raise Unreachable(f"{what} dropped the call") from None
+    except Exception as error:
         raise Unreachable(f"{what} is out of reach: {error}") from error
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from ripresa.cluster.worker_registry import WorkerList
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.remote_worker import TARGET, direct, failures
 from ripresa.workers.report import WorkerReport
@@ -76,26 +77,41 @@ class RayWorkerCalls:
 
 
 class RayWorkerView:
-    """The controller's list of workers, asked for regularly; implements `WorkerView`."""
+    """The controller's list of workers, asked for regularly; implements `WorkerView`.
+
+    Without a controller, or with one that just started, the workers known before stay listed.
+    """
 
     def __init__(self, controller: DeploymentHandle[Any], interval_s: float = 0.5) -> None:
         self._controller = controller
         self._interval_s = interval_s
-        self._workers: Sequence[WorkerReport] = ()
+        self._listed: dict[str, WorkerReport] = {}
         self._lost: dict[str, float] = {}
+        self._shrunk = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def workers(self) -> tuple[WorkerReport, ...]:
-        return tuple(w for w in self._workers if w.worker_id not in self._lost)
+        return tuple(w for w in self._listed.values() if w.worker_id not in self._lost)
 
     def lost(self, worker_id: str) -> None:
         self._lost[worker_id] = time.monotonic() + LOST_FOR_S
 
+    async def gone(self, worker_id: str) -> None:
+        while worker_id in self._listed:
+            await self._shrunk.wait()
+
     async def refresh(self) -> None:
         async with asyncio.timeout(5.0), failures("the controller"):
-            self._workers = await self._controller.workers.remote()
+            answer: WorkerList = await self._controller.workers.remote()
         now = time.monotonic()
         self._lost = {worker: until for worker, until in self._lost.items() if until > now}
+        listed = {} if answer.is_complete else dict(self._listed)
+        listed.update((worker.worker_id, worker) for worker in answer.workers)
+        has_shrunk = bool(self._listed.keys() - listed.keys())
+        self._listed = dict(sorted(listed.items()))
+        if has_shrunk:
+            self._shrunk.set()
+            self._shrunk = asyncio.Event()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="worker-view")

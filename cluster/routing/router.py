@@ -15,6 +15,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.planner import RoutePlan, least_loaded, plan_route
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.workers.errors import (
@@ -31,7 +32,6 @@ from ripresa.workers.request import (
     Failed,
     Finished,
     GenerationRequest,
-    PrefillDone,
     Reserved,
     Tokens,
     WorkCounters,
@@ -65,6 +65,9 @@ class WorkerView(Protocol):
 
     async def refresh(self) -> None:
         """Ask again, after what was known led nowhere."""
+
+    async def gone(self, worker_id: str) -> None:
+        """Returns once the worker's reports have stopped: it died or hangs."""
 
     def lost(self, worker_id: str) -> None:
         """A call found this worker gone; it is not listed again for a while."""
@@ -174,40 +177,60 @@ class ClusterRouter:
     ) -> AsyncGenerator[EngineEvent]:
         """One execution's events; a failure of it is raised."""
         request = execution.next_request()
-        prefill: asyncio.Task[None] | None = None
-        events = self._calls.generate(route.decoder, request, local=route.encoder is None)
+        stream = EventStream()
         self._running[request.request_id] = route.decoder
         with self._counted(route.decoder):
             try:
-                yield await self._reservation(events, route.decoder)
+                stream.start(self._decode(route, request, stream))
+                stream.start(self._raise_when_gone(route.decoder))
+                yield await self._reservation(stream, route.decoder)
+                prefill: asyncio.Task[None] | None = None
                 if route.encoder is not None:
-                    prefill = asyncio.create_task(
-                        self._prefill(execution, route.encoder, route.decoder, avoid)
+                    prefill = stream.start(
+                        self._prefill(execution, route.encoder, route.decoder, avoid, stream)
                     )
-                    async for event in _watching(events, prefill):
-                        yield event
-                else:
-                    async for event in events:
-                        yield _unless_failed(event)
+                while True:
+                    event = await stream.next()
+                    if isinstance(event, Finished) and prefill is not None:
+                        # The encoder's answer carries its counters; it is on its way.
+                        await asyncio.wait({prefill}, timeout=1.0)
+                    yield event
             finally:
-                # Each step runs whatever the one before it raised, a cancel included.
-                try:
-                    if prefill is not None:
-                        prefill.cancel()
-                        await asyncio.gather(prefill, return_exceptions=True)
-                finally:
-                    self._running.pop(request.request_id, None)
-                    await events.aclose()
+                self._running.pop(request.request_id, None)
+                await stream.close()
 
-    async def _reservation(self, events: AsyncGenerator[EngineEvent], decoder: str) -> EngineEvent:
+    async def _decode(
+        self, route: RoutePlan, request: GenerationRequest, stream: EventStream
+    ) -> None:
+        """Put the decode worker's events into the stream."""
+        local = route.encoder is None
+        async with aclosing(self._calls.generate(route.decoder, request, local)) as events:
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                stream.put(event)
+                if isinstance(event, Finished):
+                    return
+        raise Unreachable(f"decode worker {route.decoder} ended the stream early")
+
+    async def _reservation(self, stream: EventStream, decoder: str) -> EngineEvent:
         try:
             async with asyncio.timeout(self._reserve_timeout_s):
-                return _unless_failed(await anext(events))
+                return await stream.next()
         except TimeoutError:
             raise Unreachable(f"decode worker {decoder} does not answer") from None
 
+    async def _raise_when_gone(self, worker_id: str) -> None:
+        await self._view.gone(worker_id)
+        raise Unreachable(f"worker {worker_id} does not report any more")
+
     async def _prefill(
-        self, execution: Execution, encoder: str, decoder: str, avoid: set[str]
+        self,
+        execution: Execution,
+        encoder: str,
+        decoder: str,
+        avoid: set[str],
+        stream: EventStream,
     ) -> None:
         """Prefill on one encoder after another until one succeeds.
 
@@ -217,10 +240,12 @@ class ClusterRouter:
         while True:
             try:
                 with self._counted(encoder):
-                    request = execution.next_request()
-                    execution.prefilled(await self._calls.prefill(encoder, request, decoder))
+                    await self._prefill_once(execution, encoder, decoder)
                 return
             except RipresaError as error:
+                if stream.has_state:
+                    logger.warning("encoder %s failed after its work was done: %s", encoder, error)
+                    return
                 if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED):
                     raise
                 logger.warning("encoder %s did not prefill: %s", encoder, error)
@@ -232,6 +257,19 @@ class ClusterRouter:
                 if another is None:
                     raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
                 encoder = another
+
+    async def _prefill_once(self, execution: Execution, encoder: str, decoder: str) -> None:
+        call = asyncio.create_task(
+            self._calls.prefill(encoder, execution.next_request(), decoder), name="prefill"
+        )
+        watch = asyncio.create_task(self._raise_when_gone(encoder), name="watch")
+        try:
+            await asyncio.wait({call, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                watch.result()
+            execution.prefilled(call.result())
+        finally:
+            await end_tasks((call, watch))
 
     @contextmanager
     def _counted(self, worker_id: str) -> Iterator[None]:
@@ -285,37 +323,3 @@ class Execution:
 
 class _PrefillFailed(Unavailable):
     """No encoder could prefill; the decode worker is not at fault."""
-
-
-async def _watching(
-    events: AsyncGenerator[EngineEvent], prefill: asyncio.Task[None]
-) -> AsyncGenerator[EngineEvent]:
-    """The decode worker's events; a prefill that fails before the state is there is raised."""
-    arrived = False
-    while not prefill.done():
-        following = asyncio.ensure_future(anext(events))
-        try:
-            await asyncio.wait({following, prefill}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done() and not arrived:
-                # Raises what the prefill raised.
-                prefill.result()
-            event = _unless_failed(await following)
-        finally:
-            if not following.done():
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-        arrived |= isinstance(event, PrefillDone)
-        if isinstance(event, Finished):
-            # The encoder's answer carries its counters; it is on its way.
-            await asyncio.wait({prefill}, timeout=1.0)
-        yield event
-    if not arrived:
-        prefill.result()
-    async for event in events:
-        yield _unless_failed(event)
-
-
-def _unless_failed(event: EngineEvent) -> EngineEvent:
-    if isinstance(event, Failed):
-        raise event.error
-    return event

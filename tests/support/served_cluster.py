@@ -185,8 +185,8 @@ class ServedCluster:
 
     def listed(self) -> dict[str, WorkerReport]:
         """What gateways know of workers now: each worker's last heartbeat."""
-        reports = self.cluster.handle(CONTROLLER).workers.remote().result(timeout_s=30)
-        return {report.worker_id: report for report in reports}
+        answer = self.cluster.handle(CONTROLLER).workers.remote().result(timeout_s=30)
+        return {report.worker_id: report for report in answer.workers}
 
     def workers(self, kind: WorkerKind | None = None) -> dict[str, WorkerReport]:
         """The workers' own reports, made for this question."""
@@ -207,7 +207,8 @@ class ServedCluster:
 
         def check() -> None:
             kinds = [report.kind for report in self.workers().values()]
-            assert (kinds.count(WorkerKind.ENCODER), kinds.count(WorkerKind.DECODE)) == wanted
+            there = (kinds.count(WorkerKind.ENCODER), kinds.count(WorkerKind.DECODE))
+            assert there == wanted, f"{there} encoder and decode workers, not {wanted}"
 
         eventually(check, within_s)
 
@@ -256,13 +257,13 @@ class ServedCluster:
         stats = [worker.stats for worker in self.workers().values()]
         return sum(s.num_encoder_rows for s in stats), sum(s.num_decoder_rows for s in stats)
 
-    def kill_replicas(self, deployment: str) -> None:
-        """End the processes of a deployment as a crash would; Serve starts new ones."""
+    def kill_replicas(self, deployment: str, at_most: int | None = None) -> None:
+        """End processes of a deployment as a crash would; Serve starts new ones."""
         prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#"
         names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         replicas = [name for name in names if name.startswith(prefix)]
         assert replicas, f"no replica of {deployment} among {names}"
-        for name in replicas:
+        for name in replicas[:at_most]:
             ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
 
 

@@ -1,0 +1,214 @@
+"""What does a client see when a process dies or hangs? The undisturbed stream, or UNAVAILABLE soon.
+
+Every test ends with a whole cluster in which nothing of the request is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import ray
+from reference_engine import Question, ReferenceEngine
+from served_cluster import (
+    CONTROLLER,
+    Answer,
+    ServedCluster,
+    Stream,
+    eventually,
+    kill,
+    stopped,
+)
+
+from ripresa.cluster.app import GATEWAY
+from ripresa.cluster.gateway.client import Client, Piece
+from ripresa.workers.errors import RipresaError
+from ripresa.workers.report import WorkerKind, WorkerReport
+
+PATIENCE_S = 30.0
+"""A retry costs up to two leases and a second prefill on a busy machine; Ray takes a minute."""
+
+
+@pytest.fixture
+def question(agent_tokens: tuple[int, ...]) -> Question:
+    """Long enough to be caught in its prefill and in its transfer."""
+    return Question((agent_tokens * 2)[:5000], max_tokens=16, temperature=0.8, top_p=0.9, seed=1234)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(split: ServedCluster) -> Iterator[None]:
+    """The cluster is whole and idle before the test and after it."""
+    split.wait_until_whole()
+    split.assert_idle()
+    before = set(split.listed())
+    yield
+    split.wait_until_whole()
+    split.assert_idle()
+    # At most one worker of each kind was hurt: the others are the same processes as before.
+    assert len(before & set(split.listed())) >= 2
+
+
+def prefilling(split: ServedCluster, before: dict[str, WorkerReport]) -> WorkerReport:
+    """The encoder in the middle of a prompt, soon after its first steps."""
+
+    def check() -> WorkerReport:
+        for worker in split.workers(WorkerKind.ENCODER).values():
+            old = before[worker.worker_id].stats
+            if worker.stats.num_running and worker.stats.num_encoder_rows > old.num_encoder_rows:
+                return worker
+        raise AssertionError("no encoder works")
+
+    return eventually(check)
+
+
+def receiving(split: ServedCluster, before: dict[str, WorkerReport]) -> WorkerReport:
+    """The decode worker to which a part of a prompt's state has come."""
+
+    def check() -> WorkerReport:
+        for worker in split.workers(WorkerKind.DECODE).values():
+            old = before[worker.worker_id].stats.counters
+            if (
+                worker.stats.num_waiting
+                and worker.stats.counters.transfer_bytes > old.transfer_bytes
+            ):
+                return worker
+        raise AssertionError("no decode worker receives")
+
+    return eventually(check)
+
+
+def assert_survived(answer: Answer, question: Question, reference: ReferenceEngine) -> None:
+    """The undisturbed stream, or a clear status; both far sooner than anything of Ray's notices."""
+    assert answer.seconds < PATIENCE_S
+    if answer.code is grpc.StatusCode.OK:
+        assert answer.tokens == reference.answer(question)
+        return
+    assert answer.code is grpc.StatusCode.UNAVAILABLE, answer.details
+    assert answer.details
+
+
+def test_killed_encoder_in_mid_prefill(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    before = split.workers()
+    stream = split.open(question)
+    kill(prefilling(split, before))
+    # There is a second encoder, so the request succeeds.
+    assert stream.end().tokens == reference.answer(question)
+
+
+def test_killed_decode_worker_in_mid_transfer(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    before = split.workers()
+    stream = split.open(question)
+    kill(receiving(split, before))
+    assert stream.end().tokens == reference.answer(question)
+
+
+def test_killed_decode_worker_in_mid_stream(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    stream = split.open(question)
+    stream.read(5)
+    assert stream.answer.started is not None
+    kill(split.listed()[stream.answer.started.worker_id])
+    # The answer goes on elsewhere, by the same recipe, where it stood.
+    assert stream.end().tokens == reference.answer(question)
+
+
+def test_both_encoders_killed(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    before = split.workers()
+    stream = split.open(question)
+    first = prefilling(split, before)
+    for worker in before.values():
+        if worker.kind is WorkerKind.ENCODER and worker.worker_id != first.worker_id:
+            kill(worker)
+    kill(first)
+    answer = stream.end()
+    assert_survived(answer, question, reference)
+
+
+@pytest.mark.parametrize("catch", [prefilling, receiving], ids=["encoder", "decode worker"])
+def test_hanging_worker(
+    split: ServedCluster,
+    question: Question,
+    reference: ReferenceEngine,
+    catch: Callable[[ServedCluster, dict[str, WorkerReport]], WorkerReport],
+) -> None:
+    before = split.workers()
+    stream = split.open(question)
+    with stopped(catch(split, before)):
+        answer = stream.end()
+        # Others are served meanwhile.
+        short = Question(question.token_ids[:40], max_tokens=3)
+        assert split.ask(short).tokens == reference.answer(short)
+    assert_survived(answer, question, reference)
+
+
+def test_decode_worker_hangs_in_mid_stream(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    stream = split.open(question)
+    stream.read(3)
+    assert stream.answer.started is not None
+    with stopped(split.listed()[stream.answer.started.worker_id]):
+        answer = stream.end()
+    assert_survived(answer, question, reference)
+
+
+def test_killed_controller(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    stream = split.open(question)
+    stream.read(1)
+    split.kill_replicas(CONTROLLER)
+    short = Question(question.token_ids[:40], max_tokens=3)
+    assert split.ask(short).tokens == reference.answer(short)
+    assert stream.end().tokens == reference.answer(question)
+
+
+def test_killed_serve_controller(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    stream = split.open(question)
+    stream.read(1)
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    ray.kill(controller, no_restart=False)
+    short = Question(question.token_ids[:40], max_tokens=3)
+    assert split.ask(short).tokens == reference.answer(short)
+    assert stream.end().tokens == reference.answer(question)
+
+
+def test_killed_gateway(
+    split: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    started: Stream = split.open(question)
+    started.read(2)
+    split.kill_replicas(GATEWAY)
+    answer = started.end()
+    assert answer.code is grpc.StatusCode.UNAVAILABLE
+    assert tuple(answer.token_ids) == reference.answer(question)[: len(answer.token_ids)]
+    # The client's policy waits for the gateway's successor.
+    short = Question(question.token_ids[:40], max_tokens=3)
+    with Client(split.address) as client:
+        answers = list(
+            client.generate(
+                short.token_ids,
+                sampling={"max_tokens": 3, "temperature": 0.0, "ignore_eos": True},
+                timeout_s=120,
+            )
+        )
+    pieces = tuple(t for a in answers if isinstance(a, Piece) for t in a.token_ids)
+    assert pieces == reference.answer(short)
+
+
+def test_a_dead_worker_leaves_a_clear_refusal(split: ServedCluster, question: Question) -> None:
+    """A report of a worker that never was is refused, not answered by another one."""
+    worker = next(iter(split.workers(WorkerKind.DECODE).values()))
+    handle = split.cluster.handle("DecodeWorker")
+    with pytest.raises((RipresaError, ray.exceptions.RayTaskError), match="is gone"):
+        handle.report.remote(worker_id=worker.worker_id + "x").result(timeout_s=30)
