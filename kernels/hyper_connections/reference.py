@@ -9,6 +9,7 @@ import torch
 
 from ripresa.kernels.lanes.reference import whole_lanes
 from ripresa.kernels.linear.reference import linear
+from ripresa.kernels.rms_norm.reference import reciprocal_rms
 
 _SUM_COLUMNS = 64
 """Measured: over a multiple of this many columns, a CPU sum adds every column in one order."""
@@ -38,7 +39,7 @@ def hc_mix(
     rows, n, _ = streams.shape
     flat = streams.flatten(1)
     m = linear(flat, fn, min_rows)
-    m = m * torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(norm_eps))
+    m = m * reciprocal_rms(flat, norm_eps)
     deterministic = min_rows > 0
     pre_next = m[:, :n] * scale[0] + base[:n]
     pre_next = whole_lanes(torch.sigmoid, pre_next, deterministic).add_(hc_eps)

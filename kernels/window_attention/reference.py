@@ -24,16 +24,17 @@ class WindowTiles:
         gather: [G * M] int64, query rows by group; short groups repeat their first row.
         scatter: [T] int64, where each query's result lies in the [G * M] layout.
         identity: every group is full and in order, so that gather and scatter can be skipped.
-        hidden: [G, M, 2 * window] bool, keys that a query must not see.
-        unused: [G, 2 * window, 1] bool, keys that no query of the group sees.
+        bias: [G, M, 1, 2 * window] float32, 0 or -inf where a query must not see a key.
+        unused: [G, 2 * window, 1] bool, keys that no query of the group sees; None if there are
+            none.
     """
 
     tile: torch.Tensor
     gather: torch.Tensor
     scatter: torch.Tensor
     identity: bool
-    hidden: torch.Tensor
-    unused: torch.Tensor
+    bias: torch.Tensor
+    unused: torch.Tensor | None
 
 
 def window_tiles(
@@ -62,13 +63,15 @@ def window_tiles(
     )
     hidden = (row < lo[gather, None]) | (row >= hi[gather, None])
     hidden = hidden.view(groups, size, 2 * window)
+    bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+    unused = hidden.all(1)[:, :, None]
     return WindowTiles(
         tile=tile,
         gather=gather,
         scatter=scatter,
         identity=groups * size == rows,
-        hidden=hidden,
-        unused=hidden.all(1)[:, :, None],
+        bias=bias[:, :, None],
+        unused=unused if bool(unused.any()) else None,
     )
 
 
@@ -103,18 +106,18 @@ def window_attention(
     if tiles is None:
         tiles = window_tiles(lo, hi, window)
     rows, heads, dim = q.shape
-    groups, size, width = tiles.hidden.shape
+    groups, size, _, width = tiles.bias.shape
     # One tile of padding in front lets the first tile have a predecessor.
     padding = (-kv.shape[0]) % window
     padded = torch.nn.functional.pad(kv, (0, 0, window, padding)).view(-1, window, dim)
     keys = torch.cat((padded[tiles.tile], padded[tiles.tile + 1]), dim=1)
-    keys.masked_fill_(tiles.unused, 0.0)
+    if tiles.unused is not None:
+        keys.masked_fill_(tiles.unused, 0.0)
     q = q * scale
     grouped = q if tiles.identity else q.index_select(0, tiles.gather)
     grouped = grouped.reshape(groups, size * heads, dim)
     scores = torch.bmm(grouped, keys.transpose(1, 2)).view(groups, size, heads, width)
-    scores.masked_fill_(tiles.hidden[:, :, None, :], -torch.inf)
-    scores = scores.view(groups * size, heads, width)
+    scores = scores.add_(tiles.bias).view(groups * size, heads, width)
     if not tiles.identity:
         scores = scores.index_select(0, tiles.scatter)
 
@@ -125,9 +128,12 @@ def window_attention(
     else:
         absent = slots < 0
         selected = pool.index_select(0, slots.clamp(min=0).flatten()).view(rows, -1, dim)
-        selected.masked_fill_(absent[:, :, None], 0.0)
+        is_short = bool(absent.any())
+        if is_short:
+            selected.masked_fill_(absent[:, :, None], 0.0)
         pool_scores = torch.bmm(q, selected.transpose(1, 2))
-        pool_scores.masked_fill_(absent[:, None, :], -torch.inf)
+        if is_short:
+            pool_scores.masked_fill_(absent[:, None, :], -torch.inf)
         logits = torch.cat((scores, pool_scores, sink_column), dim=-1)
     weights = torch.softmax(logits, dim=-1)
 

@@ -182,14 +182,12 @@ class Attention:
 
     def _window_buffer(self, layer: int, rows: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
         """The packed window rows [N, head_dim]; afterwards the newest rows are in the ring."""
-        grid = self._cache.grids.window
+        grid, ring = self._cache.grids.window, self._cache.rings[layer]
         records = grid.encode(rows)
-        context = self._cache.window_rows(layer, plan.context_from)
+        context = ring.index_select(0, plan.context_from)
         buffer = rows.new_zeros(plan.num_buffer_rows, rows.shape[1])
-        buffer.index_copy_(0, plan.context_to, context)
-        buffer.index_copy_(0, plan.rows_to, grid.decode(records))
-        kept = records.index_select(0, plan.ring_from)
-        self._cache.rings[layer].index_copy_(0, plan.ring_to, kept)
+        buffer.index_copy_(0, plan.buffer_to, grid.decode(torch.cat((context, records))))
+        ring.index_copy_(0, plan.ring_to, records.index_select(0, plan.ring_from))
         return buffer
 
     def _entries(self, layer: int, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,8 @@ MAX_FILE_BYTES = 1 << 20
 # A config names sizes that loops and tables are made from: a hostile one must not stall a worker.
 _MAX_SIZE = 2**40
 _MAX_COUNT = 2**14
+_MAX_EXPERTS = 2**20
+_MAX_HASHES = 2**12
 
 
 class LayerRole(StrEnum):
@@ -405,8 +407,7 @@ def _validate(config: ModelConfig, text: Mapping[str, Any]) -> None:
             raise ConfigError("compress_ratios", f"decoder layer {layer} must have ratio 1")
     if any(layer >= c.split for layer in c.engram.layer_ids):
         raise ConfigError("engram_layer_ids", f"must lie below the split at layer {c.split}")
-    if len(c.engram.layer_ids) != len(c.engram.num_embeddings):
-        raise ConfigError("engram_num_embeddings", "needs one entry for each Engram layer")
+    _validate_engram(c)
     if c.sliding_window % 2:
         raise ConfigError("sliding_window", "must be even: blocks hold whole pairs")
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > min(c.head_dim, c.index_head_dim):
@@ -415,9 +416,31 @@ def _validate(config: ModelConfig, text: Mapping[str, Any]) -> None:
         raise ConfigError("o_groups", "must divide num_attention_heads")
     if c.num_experts_per_tok > c.n_routed_experts:
         raise ConfigError("num_experts_per_tok", "exceeds n_routed_experts")
+    draft_experts = c.draft.num_stages * c.draft.n_routed_experts
+    if layers * c.n_routed_experts + draft_experts > _MAX_EXPERTS:
+        raise ConfigError("n_routed_experts", "times the layers is absurdly large")
+    if max(c.bos_token_id, c.eos_token_id) >= c.vocab_size:
+        raise ConfigError("eos_token_id", "and bos_token_id must lie below vocab_size")
     if c.n_shared_experts != 1:
         raise ConfigError("n_shared_experts", "only one shared expert is supported")
     if (c.candidate_topk_blocks - 1) * c.candidate_block_size + 1 < c.index_topk:
         raise ConfigError(
             "candidate_topk_blocks", "the candidate pool could hold fewer entries than index_topk"
         )
+
+
+def _validate_engram(c: ModelConfig) -> None:
+    engram = c.engram
+    if list(engram.layer_ids) != sorted(set(engram.layer_ids)):
+        raise ConfigError("engram_layer_ids", "must be ascending layer numbers")
+    if len(engram.layer_ids) != len(engram.num_embeddings):
+        raise ConfigError("engram_num_embeddings", "needs one entry for each Engram layer")
+    if not engram.layer_ids:
+        return
+    hashes = len(engram.layer_ids) * (engram.max_ngram_size - 1) * engram.num_heads
+    if hashes > _MAX_HASHES:
+        raise ConfigError("engram_n_heads", f"gives {hashes} hashes a token, an absurd number")
+    if not engram.compressed_vocab_size <= c.vocab_size:
+        raise ConfigError("engram_compressed_vocab_size", "must be at most vocab_size")
+    if engram.pad_token_id >= c.vocab_size:
+        raise ConfigError("engram_pad_token_id", "must lie below vocab_size")

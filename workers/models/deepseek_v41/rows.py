@@ -49,16 +49,15 @@ class WindowPlan:
     row on, so that a row's place in a tile depends on its position alone.
 
     Attributes:
-        context_from, context_to: ring rows of earlier positions and their buffer rows.
-        rows_to: [T] buffer row of each row of the step.
+        context_from: ring rows of earlier positions that are attended.
+        buffer_to: buffer rows of these, then of the step's own rows.
         ring_from, ring_to: rows of the step that stay in rings, and their ring rows.
         lo, hi: [T] buffer rows that each row attends.
     """
 
     num_buffer_rows: int
     context_from: torch.Tensor
-    context_to: torch.Tensor
-    rows_to: torch.Tensor
+    buffer_to: torch.Tensor
     ring_from: torch.Tensor
     ring_to: torch.Tensor
     lo: torch.Tensor
@@ -164,8 +163,9 @@ class Rows:
         return WindowPlan(
             num_buffer_rows=int(length.sum()),
             context_from=self._tensor(self._slot[context_run] * ring + context % ring),
-            context_to=self._tensor(context + shift[context_run]),
-            rows_to=self._tensor(position + shift[run]),
+            buffer_to=self._tensor(
+                np.concatenate((context + shift[context_run], position + shift[run]))
+            ),
             ring_from=ring_from,
             ring_to=ring_to,
             lo=lo,
