@@ -14,5 +14,5 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 def reciprocal_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`1 / sqrt(mean(x^2) + eps)` over the last axis: [..., N] -> [..., 1]."""
     # One pass over x; squaring and averaging are two, with a temporary of x's size.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
