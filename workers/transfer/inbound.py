@@ -245,16 +245,14 @@ class InboundTransfers:
             raise _refusal(transfer.manifest, f"section {section.index} {wrong}")
 
     async def _receive(self, transfer: _Inbound, message: SendSection, lane: InboundLane) -> None:
-        intact = False
         try:
             with self._ends_on_error(transfer):
                 payload, checksum = await lane.receive(message.section.num_bytes)
                 self._require_running(transfer)
                 self._sink.write(transfer.manifest, message.section, payload)
-                intact = True
         finally:
             transfer.arriving = None
-            self._lanes.give_back(lane, intact=intact)
+            self._lanes.give_back(lane)
         transfer.stored.append((message.section, checksum))
         self._touch(transfer)
 

@@ -110,13 +110,11 @@ class InboundLanes:
         lane.in_use = True
         return lane
 
-    def give_back(self, lane: InboundLane, *, intact: bool) -> None:
-        """The section is over; a lane that is not intact is lost."""
+    def give_back(self, lane: InboundLane) -> None:
+        """The section is over. If it failed, its transfer has closed the lane."""
         lane.in_use = False
         lane.protected_until = 0.0
-        if not intact:
-            self.close(lane.endpoint.lane_id, "a section failed on it")
-        elif lane.endpoint.lane_id in self._lanes:
+        if lane.endpoint.lane_id in self._lanes:
             self._lanes.move_to_end(lane.endpoint.lane_id)
         self._changed.set()
 

@@ -121,8 +121,7 @@ async def test_many_transfers_share_one_lane(sides: Sides) -> None:
 async def test_concurrent_sends_of_one_transfer_keep_their_order(sides: Sides) -> None:
     wanted = fresh()
     transfer = await sides.backend.offer("decoder-0", wanted)
-    await asyncio.gather(*(transfer.send(s, payload(s)) for s in SECTIONS))
-    await transfer.complete()
+    await asyncio.gather(*(transfer.send(s, payload(s)) for s in SECTIONS), transfer.complete())
     assert await sides.receiver("written", wanted.transfer_id) == expected_record()
     await settle(sides)
 

@@ -85,6 +85,7 @@ async def test_nothing_is_written_after_the_end(num_turns: int) -> None:
     for _ in range(num_turns):
         await asyncio.sleep(0)
     await bench.inbound.deliver(Fail(wanted.transfer_id, wanted.generation, "too late?"))
+    lane.discard("the test is over")
     await asyncio.gather(arriving, sending, return_exceptions=True)
     assert len(bench.sink.ended[wanted.transfer_id]) == 1
     await bench.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from ripresa.workers.transfer.checksum import (
     transfer_checksum,
 )
 from ripresa.workers.transfer.lane import ProcessGroupTransport
-from ripresa.workers.transfer.process_group import StoreServer, check_nccl, require_nccl
+from ripresa.workers.transfer.process_group import (
+    SENDER_RANK,
+    LaneGroup,
+    StoreServer,
+    Work,
+    check_nccl,
+    require_nccl,
+)
 from ripresa.workers.transfer.registry import choose_transport, create_transport
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -96,6 +104,39 @@ async def test_cancelled_and_discarded_calls_return_before_the_thread_does() -> 
     with pytest.raises(Unavailable, match="the test says so"):
         await receiving
     await sender.wait_closed()
+    await receiver.wait_closed()
+
+
+async def test_discarded_lane_stops_at_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = ProcessGroupTransport("gloo", "127.0.0.1", LaneConfig())
+    where = endpoint(transport, 0)
+    sender, receiver = transport.sending_end(where), transport.receiving_end(where)
+    await asyncio.gather(sender.open(), receiver.open())
+    moved: list[int] = []
+    tenth, discarded = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    move = LaneGroup.move
+
+    def counted(group: LaneGroup, chunk: torch.Tensor) -> Work:
+        if group.rank == SENDER_RANK:
+            moved.append(chunk.numel())
+            if len(moved) == 10:
+                loop.call_soon_threadsafe(tenth.set)
+                assert discarded.wait(30)
+        return move(group, chunk)
+
+    monkeypatch.setattr(LaneGroup, "move", counted)
+    data = torch.zeros(100_000, dtype=torch.uint8)
+    sending = asyncio.create_task(sender.send(data))
+    receiving = asyncio.create_task(receiver.receive(data.numel()))
+    await tenth.wait()
+    sender.discard("in the middle of a payload")
+    discarded.set()
+    await sender.wait_closed()
+    assert len(moved) == 10
+    for call in (sending, receiving):
+        with pytest.raises(Unavailable):
+            await call
     await receiver.wait_closed()
 
 
