@@ -416,6 +416,8 @@ def _validate(config: ModelConfig, text: Mapping[str, Any]) -> None:
         raise ConfigError("o_groups", "must divide num_attention_heads")
     if c.num_experts_per_tok > c.n_routed_experts:
         raise ConfigError("num_experts_per_tok", "exceeds n_routed_experts")
+    if c.draft.num_stages and not c.draft.num_taps:
+        raise ConfigError("dspark_target_layer_ids", "draft stages need a layer to read")
     draft_experts = c.draft.num_stages * c.draft.n_routed_experts
     if layers * c.n_routed_experts + draft_experts > _MAX_EXPERTS:
         raise ConfigError("n_routed_experts", "times the layers is absurdly large")
