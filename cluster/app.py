@@ -35,6 +35,7 @@ from ripresa.workers.decode_worker import DecodeWorker
 from ripresa.workers.encoder_worker import EncoderWorker
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.model_runner import model_digest
+from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.worker_process import model_folder, transport_name
 from ripresa.workers.worker_settings import WorkerSettings
@@ -59,6 +60,8 @@ def build_app(config: ClusterConfig) -> Application:
     model = ModelConfig.from_file(config.model.config_file)
     check_against_model(config, model.sliding_window)
     folder = model_folder(config.model.path or "")
+    with Checkpoint(folder):
+        pass  # Its headers agree with its files, which need not wait for a worker's start.
     controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
     decoders = _deploy(DecodeWorker, config.decoders.replicas, targeted=True).bind(
         _worker(config, config.decoder_engine()), controller
@@ -147,6 +150,8 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
         logging_level=logging.WARNING,
         **_local_options(config),
     )
+    # Serve's own progress in the starting process; warnings stay.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(
             proxy_location="EveryNode" if ray_settings.address else "HeadOnly",

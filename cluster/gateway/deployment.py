@@ -18,6 +18,7 @@ from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
 from ripresa.cluster.routing.router import ClusterRouter
+from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import TailVariant
 
 
@@ -103,6 +104,10 @@ class Gateway:
     async def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle gateway still counts requests."""
         self._router.check_integrity()
+        if self.service.num_running:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"left over: {self.service.num_running} requests"
+            )
 
     async def __del__(self) -> None:
         await self._grpc.stop(self._drain_grace_s)

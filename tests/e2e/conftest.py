@@ -37,9 +37,19 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(FOLDER):
-            item.add_marker(pytest.mark.cluster)
+    """Mark, and order by cluster: each is started once, whatever the files are called."""
+    mine = [item for item in items if item.path.is_relative_to(FOLDER)]
+    for item in mine:
+        item.add_marker(pytest.mark.cluster)
+    order = ("split", "without_encoders")
+
+    def first_use(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ())
+        return max((1 + order.index(name) for name in order if name in names), default=0)
+
+    places = [place for place, item in enumerate(items) if item in mine]
+    for place, item in zip(places, sorted(mine, key=first_use), strict=True):
+        items[place] = item
 
 
 Clusters = Callable[[tuple[str, ...]], ServedCluster]

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 # Explicit, whatever the user's own Ray is set to; before Ray is imported.
@@ -225,7 +226,7 @@ class ServedCluster:
             assert stats.num_free_blocks == stats.num_blocks, worker
             self._call(worker, "check_integrity")
         try:
-            self.cluster.handle(GATEWAY).check_integrity.remote().result(timeout_s=30)
+            self.cluster.handle(GATEWAY).broadcast("check_integrity").results(timeout_s=30)
         except RipresaError as error:
             raise AssertionError(str(error)) from error
         metrics = self.metrics()
@@ -264,12 +265,24 @@ class ServedCluster:
         replicas = [name for name in names if name.startswith(prefix)]
         assert replicas, f"no replica of {deployment} among {names}"
         for name in replicas[:at_most]:
-            ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+            actor = ray.get_actor(name, namespace="serve")
+            _kill_process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
 def kill(worker: WorkerReport) -> None:
-    """SIGKILL to a worker's process."""
-    os.kill(worker.pid, signal.SIGKILL)
+    """End a worker's process as a crash would."""
+    _kill_process(worker.pid)
+
+
+def _kill_process(pid: int) -> None:
+    """SIGKILL; returns once it runs no more and its sockets are closed."""
+    os.kill(pid, signal.SIGKILL)
+
+    def check() -> None:
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text(), f"{pid} runs on"
+
+    eventually(check)
 
 
 @contextmanager

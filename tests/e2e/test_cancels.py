@@ -1,0 +1,133 @@
+"""Do deadlines, cancels and Abort end the work everywhere within a step?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from reference_engine import Question
+from served_cluster import ServedCluster, Stream, eventually
+
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.workers.report import WorkerKind
+
+ENCODER_STEP = 256
+"""Rows of one encoder step in this cluster."""
+
+
+@pytest.fixture
+def endless(agent_tokens: tuple[int, ...]) -> Question:
+    """A prompt of some seconds and an answer of minutes."""
+    return Question((agent_tokens * 2)[:5000], max_tokens=3000)
+
+
+def in_prefill(split: ServedCluster, before: tuple[int, int]) -> None:
+    def check() -> None:
+        encoder_rows, decoder_rows = split.rows()
+        assert encoder_rows > before[0]
+        assert decoder_rows == before[1]
+
+    eventually(check)
+
+
+def assert_stops(split: ServedCluster, before: tuple[int, int], num_tokens: int) -> None:
+    """All is free again long before the work would have been done."""
+    split.assert_idle()
+    rows = split.rows()
+    assert rows[0] - before[0] < num_tokens
+    assert split.rows() == rows
+
+
+def by_cancel(split: ServedCluster, stream: Stream) -> None:
+    stream.cancel()
+
+
+def by_abort(split: ServedCluster, stream: Stream) -> None:
+    """From another connection."""
+    stream.read(0)
+    assert stream.answer.started is not None
+    with grpc.insecure_channel(split.address) as channel:
+        request = pb.AbortRequest(request_id=stream.answer.started.request_id)
+        assert InferenceStub(channel).Abort(request, timeout=60).found
+        assert not InferenceStub(channel).Abort(request, timeout=60).found
+
+
+@pytest.mark.parametrize("end", [by_cancel, by_abort])
+def test_ended_in_mid_prefill(
+    split: ServedCluster, endless: Question, end: Callable[[ServedCluster, Stream], None]
+) -> None:
+    split.assert_idle()
+    before = split.rows()
+    stream = split.open(endless)
+    in_prefill(split, before)
+    end(split, stream)
+    assert stream.end().code is grpc.StatusCode.CANCELLED
+    assert_stops(split, before, len(endless.token_ids))
+
+
+@pytest.mark.parametrize("end", [by_cancel, by_abort])
+def test_ended_in_mid_stream(
+    split: ServedCluster, endless: Question, end: Callable[[ServedCluster, Stream], None]
+) -> None:
+    split.assert_idle()
+    before = split.rows()
+    stream = split.open(endless)
+    stream.read(3)
+    end(split, stream)
+    assert stream.end().code is grpc.StatusCode.CANCELLED
+    assert_stops(split, before, len(endless.token_ids) + endless.max_tokens)
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1], ids=["in the prefill", "in the stream"])
+def test_deadline(split: ServedCluster, endless: Question, tokens_before: int) -> None:
+    split.assert_idle()
+    before = split.rows()
+    question = Question(endless.token_ids if not tokens_before else endless.token_ids[:50], 3000)
+    answer = split.ask(question, timeout_s=1.0)
+    assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert bool(answer.token_ids) is bool(tokens_before)
+    assert_stops(split, before, len(question.token_ids) + question.max_tokens)
+
+
+def test_a_cancel_stops_within_a_step(split: ServedCluster, endless: Question) -> None:
+    """After the idle cluster's next report not one more row is computed; and the last row was at
+    most one step beyond what the encoder had done when the client cancelled."""
+    split.assert_idle()
+    before = split.rows()
+    stream = split.open(endless)
+    in_prefill(split, before)
+    stream.cancel()
+    at_cancel = split.rows()[0]
+    split.assert_idle()
+    # One step was running, and another may have started before the cancel arrived.
+    assert split.rows()[0] - at_cancel <= 2 * ENCODER_STEP
+
+
+def test_abort_of_nothing(split: ServedCluster) -> None:
+    assert not split.stub.Abort(pb.AbortRequest(request_id="nobody"), timeout=60).found
+    with pytest.raises(grpc.RpcError) as caught:
+        split.stub.Abort(pb.AbortRequest(), timeout=60)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_full_pool_refuses(split: ServedCluster, endless: Question) -> None:
+    """Each of these takes 8,000 of a decode worker's 40,960 positions: two workers hold ten."""
+    streams = [split.open(endless) for _ in range(12)]
+    with ThreadPoolExecutor(len(streams)) as threads:
+        # The refused end by themselves.
+        list(threads.map(lambda stream: stream.read(0), streams))
+    refused = [s for s in streams if s.answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED]
+    placed = [s for s in streams if s.answer.started is not None]
+    assert len(placed) == 10
+    assert len(refused) == 2
+    assert all("retry" in s.answer.details or s.answer.details for s in refused)
+    for stream in placed:
+        stream.cancel()
+    for stream in placed:
+        assert stream.end().code is grpc.StatusCode.CANCELLED
+    split.assert_idle()
+    for worker in split.workers(WorkerKind.DECODE).values():
+        assert worker.stats.num_free_blocks == worker.stats.num_blocks
