@@ -1,0 +1,137 @@
+"""How is the prefix directory asked? Within milliseconds, or the request is planned by load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError
+
+from ripresa.cluster.directory.events import Answer, Receipt, Reply, Report
+from ripresa.cluster.directory.index import shard_of
+from ripresa.cluster.directory.publisher import Send
+from ripresa.workers.errors import RipresaError
+from ripresa.workers.remote_worker import failures
+from ripresa.workers.replay import ReplayMode
+
+logger = logging.getLogger(__name__)
+
+WHAT = "the prefix directory"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanByLoad:
+    """There are no hints; `reason` says why, for the plan's log line."""
+
+    reason: str
+
+
+class DirectoryActors:
+    """The shards' actors; replaced by running ones when they turn out to be dead for good.
+
+    Args:
+        connect: gives the actors of all shards, in order; it may block. Called in a thread.
+    """
+
+    def __init__(self, actors: Sequence[Any], connect: Callable[[], Sequence[Any]]) -> None:
+        self._actors = list(actors)
+        self._connect = connect
+        self._connecting: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    async def call(self, shard: int, method: str, *args: object) -> Any:
+        """Raises RipresaError if the call did not reach the actor, or did not come back."""
+        async with failures(WHAT):
+            try:
+                return await getattr(self._actors[shard], method).remote(*args)
+            except ActorDiedError:
+                self._reconnect()
+                raise
+
+    def tell(self, shard: int, method: str, *args: object) -> None:
+        """Call without waiting; what does not arrive is lost."""
+        try:
+            getattr(self._actors[shard], method).remote(*args)
+        except RayError as error:
+            logger.warning("%s was not told %s: %s", WHAT, method, error)
+
+    def send_to(self, shard: int) -> Send:
+        """Carries a worker's reports to one shard."""
+
+        async def send(report: Report) -> Reply:
+            reply: Reply = await self.call(shard, "report", report)
+            return reply
+
+        return send
+
+    def _reconnect(self) -> None:
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._replace(), name="directory-reconnect")
+
+    async def _replace(self) -> None:
+        try:
+            self._actors = list(await asyncio.to_thread(self._connect))
+        except (RayError, ValueError, ConnectionError) as error:
+            logger.warning("%s is still gone: %s", WHAT, error)
+
+
+class DirectoryClient:
+    """A gateway's view of the directory.
+
+    Args:
+        timeout_s: what a hint is worth waiting for.
+    """
+
+    def __init__(self, actors: DirectoryActors, timeout_s: float = 0.010) -> None:
+        self._actors = actors
+        self._timeout_s = timeout_s
+
+    async def lookup_or_claim(
+        self,
+        hashes: Sequence[bytes],
+        request: str,
+        mode: ReplayMode = ReplayMode.BOUNDED,
+        interval: int | None = None,
+        gone: str | None = None,
+    ) -> Answer | PlanByLoad:
+        """See `PrefixIndex.lookup_or_claim`. Never raises for the directory's sake."""
+        if not hashes:
+            return PlanByLoad("the prompt has no full block")
+        shard = self._shard(hashes)
+        is_answered = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer: Answer = await self._actors.call(
+                    shard, "lookup_or_claim", hashes, request, mode, interval, gone
+                )
+            is_answered = True
+            return answer
+        except TimeoutError:
+            return PlanByLoad(f"{WHAT} did not answer within {self._timeout_s * 1e3:g} ms")
+        except RipresaError as error:
+            return PlanByLoad(str(error))
+        finally:
+            if not is_answered:
+                # Nobody will act on a claim that this call may yet make.
+                self._actors.tell(shard, "release", request)
+
+    def release(self, hashes: Sequence[bytes], request: str) -> None:
+        """The request leads no more."""
+        self._actors.tell(self._shard(hashes), "release", request)
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Report what an admission really found."""
+        self._actors.tell(self._shard(receipt.hashes), "receipt", receipt)
+
+    def lost(self, worker: str, incarnation: int) -> None:
+        """This incarnation of a worker is dead."""
+        for shard in range(len(self._actors)):
+            self._actors.tell(shard, "lost", worker, incarnation)
+
+    def _shard(self, hashes: Sequence[bytes]) -> int:
+        return shard_of(hashes[0], len(self._actors))

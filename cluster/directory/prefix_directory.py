@@ -1,0 +1,92 @@
+"""Which process keeps the prefix directory? One named actor a shard, thin over the index.
+
+It may be killed at any time: its successor begins empty, under a new incarnation, and asks every
+worker that reports to send everything.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from ripresa.cluster.directory.events import Answer, Receipt, Reply, Report
+from ripresa.cluster.directory.index import DirectoryCounters, DirectorySettings, PrefixIndex
+from ripresa.workers.replay import ReplayMode
+
+ACTOR_NAME = "ripresa-prefix-directory"
+
+
+class PrefixDirectory:
+    """The actor's class: `PrefixIndex` with a clock."""
+
+    def __init__(self, settings: DirectorySettings) -> None:
+        self._index = PrefixIndex(settings, uuid.uuid4().hex)
+
+    async def lookup_or_claim(
+        self,
+        hashes: Sequence[bytes],
+        request: str,
+        mode: ReplayMode,
+        interval: int | None,
+        gone: str | None,
+    ) -> Answer:
+        now = time.monotonic()
+        return self._index.lookup_or_claim(hashes, request, now, mode, interval, gone)
+
+    async def release(self, request: str) -> None:
+        self._index.release(request)
+
+    async def report(self, report: Report) -> Reply:
+        return self._index.report(report, time.monotonic())
+
+    async def receipt(self, receipt: Receipt) -> None:
+        self._index.receipt(receipt, time.monotonic())
+
+    async def lost(self, worker: str, incarnation: int) -> None:
+        self._index.lost(worker, incarnation)
+
+    async def num_copies(self, hashes: Sequence[bytes], restarts: tuple[int, ...]) -> list[int]:
+        return self._index.num_copies(hashes, restarts, time.monotonic())
+
+    async def counters(self) -> DirectoryCounters:
+        return self._index.counters
+
+    async def usage(self) -> dict[str, int]:
+        return self._index.usage()
+
+    async def workers(self) -> list[str]:
+        return self._index.workers(time.monotonic())
+
+
+def start_directory(
+    settings: DirectorySettings,
+    num_shards: int = 1,
+    *,
+    name: str = ACTOR_NAME,
+    namespace: str | None = None,
+    is_detached: bool = True,
+    max_restarts: int = -1,
+) -> list[Any]:
+    """The actors of all shards in order; those that do not run are started. Blocks on Ray.
+
+    Args:
+        namespace: Ray namespace; None for that of this process.
+        is_detached: they outlive the process that started them.
+        max_restarts: how often Ray restarts each; -1 for always.
+    """
+    actor_class = ray.remote(PrefixDirectory)
+    return [
+        actor_class.options(
+            name=f"{name}-{shard}",
+            namespace=namespace,
+            get_if_exists=True,
+            lifetime="detached" if is_detached else None,
+            max_restarts=max_restarts,
+            num_cpus=0,
+        ).remote(settings)
+        for shard in range(num_shards)
+    ]

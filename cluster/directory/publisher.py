@@ -1,0 +1,170 @@
+"""How does a worker keep the prefix directory informed? Batches, signs of life, and resending.
+
+A worker tells what it publishes and evicts; one task a directory shard carries it there. The
+directory may be slow, gone or new: the worker never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from ripresa.cluster.directory.events import HeldKind, Refused, Reply, Report, Tier
+from ripresa.cluster.directory.index import shard_of
+from ripresa.cluster.directory.outbox import Item, Origin, Outbox
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.errors import RipresaError
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[Report], Awaitable[Reply]]
+"""Carries a report to one shard. Raises RipresaError if it did not arrive, or may not have."""
+
+
+class DirectoryPublisher:
+    """One worker's connection to all shards. Its methods belong to the loop that runs it.
+
+    Args:
+        sends: one a shard, in order.
+        on_refused: an incarnation was refused; the lowest one that would not be. Nothing is sent
+            until `restart`.
+        interval_s: changes wait so long for others to join them.
+        heartbeat_s: longest silence; well below the directory's `late_s` and `claim_s`.
+        timeout_s: longest wait for a reply.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        incarnation: int,
+        sends: Sequence[Send],
+        on_refused: Callable[[int], None],
+        interval_s: float = 0.05,
+        heartbeat_s: float = 0.3,
+        timeout_s: float = 1.0,
+    ) -> None:
+        self._shards = [_Shard(Outbox(worker, incarnation), send) for send in sends]
+        self._on_refused = on_refused
+        self._interval_s = interval_s
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def hold(
+        self,
+        identity: BlockIdentity,
+        *,
+        first: bytes,
+        parent: bytes | None,
+        tenant: str,
+        kind: HeldKind = HeldKind.BLOCK,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
+        """A block or window can be had here from now on.
+
+        Args:
+            first: hash of the prompt's first block; it chooses the shard.
+            parent: hash of the block before it; None for a prompt's first block.
+        """
+        shard = self._shards[shard_of(first, len(self._shards))]
+        shard.outbox.hold(Item(kind, identity, tier), Origin(tenant, parent))
+        shard.changed.set()
+
+    def drop(
+        self,
+        identity: BlockIdentity,
+        *,
+        kind: HeldKind = HeldKind.BLOCK,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
+        """A block or window cannot be had here any more."""
+        item = Item(kind, identity, tier)
+        for shard in self._shards:
+            if item in shard.outbox:
+                shard.outbox.drop(item)
+                shard.changed.set()
+
+    def lead(self, request: str, hashes: Sequence[bytes]) -> None:
+        """This worker computes for a request that holds a claim: confirm it, and keep it up.
+
+        Args:
+            hashes: of the prompt's full blocks, from the first one; not empty.
+        """
+        shard = self._shards[shard_of(hashes[0], len(self._shards))]
+        shard.outbox.lead(request, hashes)
+        shard.changed.set()
+
+    def finish(self, request: str) -> None:
+        """This worker does not compute for the request any more, whatever the reason."""
+        for shard in self._shards:
+            shard.outbox.finish(request)
+            shard.changed.set()
+
+    def restart(self, incarnation: int) -> None:
+        """Go on as another incarnation, with everything held."""
+        for shard in self._shards:
+            shard.outbox.restart(incarnation)
+            shard.is_refused = False
+            shard.changed.set()
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._run(shard), name=f"directory-shard-{number}")
+            for number, shard in enumerate(self._shards)
+        ]
+
+    async def stop(self) -> None:
+        """Stop telling; the directory notices when the lease is over."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, shard: _Shard) -> None:
+        clock = asyncio.get_running_loop().time
+        sent_at = clock() - self._heartbeat_s
+        while True:
+            await self._until_due(shard, sent_at)
+            sent_at = clock()
+            report = shard.outbox.next_report()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await shard.send(report)
+            except (RipresaError, TimeoutError) as error:
+                logger.warning("the prefix directory was not told: %s", error or "no reply in time")
+                await asyncio.sleep(self._heartbeat_s)
+                continue
+            if shard.outbox.next_report() is not report:
+                continue  # Restarted meanwhile: the reply is to another incarnation.
+            shard.outbox.take(reply)
+            if isinstance(reply, Refused):
+                logger.warning("the prefix directory takes this incarnation for dead")
+                shard.is_refused = True
+                self._on_refused(reply.lowest_incarnation)
+
+    async def _until_due(self, shard: _Shard, sent_at: float) -> None:
+        clock = asyncio.get_running_loop().time
+        while shard.is_refused or not shard.outbox.is_urgent:
+            shard.changed.clear()
+            if shard.is_refused:
+                await shard.changed.wait()
+                continue
+            wait = self._interval_s if shard.outbox.has_changes else self._heartbeat_s
+            left = sent_at + wait - clock()
+            if left <= 0:
+                return
+            try:
+                async with asyncio.timeout(left):
+                    await shard.changed.wait()
+            except TimeoutError:
+                return
+
+
+class _Shard:
+    """What one task serves."""
+
+    def __init__(self, outbox: Outbox, send: Send) -> None:
+        self.outbox = outbox
+        self.send = send
+        self.changed = asyncio.Event()
+        self.is_refused = False
