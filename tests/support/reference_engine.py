@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from ripresa.workers.config import EngineConfig, Numerics
@@ -38,6 +39,14 @@ class Question:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What an engine answered, and the seconds until its first token."""
+
+    answers: tuple[tuple[int, ...], ...]
+    first_token_s: float
+
+
 class ReferenceEngine:
     """The whole demo model in this process; answers one question after the other, from memory if
     it was asked before."""
@@ -56,24 +65,39 @@ class ReferenceEngine:
     def answer(self, question: Question) -> tuple[int, ...]:
         """The tokens of a solo run."""
         if question not in self._answers:
-            self._answers[question] = asyncio.run(self._run(question))
+            (self._answers[question],) = asyncio.run(self.run(question)).answers
         return self._answers[question]
 
-    async def _run(self, question: Question) -> tuple[int, ...]:
+    async def run(self, *questions: Question) -> Run:
+        """Answer questions at the same time, in one engine that lives as long as they take."""
         engine = DecodeEngine("reference", self.runner, self.config)
         await engine.start()
+        began = time.perf_counter()
+        first: list[float] = []
+
+        async def ask(index: int, question: Question) -> tuple[int, ...]:
+            tokens: list[int] = []
+            request = generation_request(question, self.runner.window, f"reference-{index}")
+            async for event in engine.generate(request, local=True):
+                match event:
+                    case Tokens():
+                        first.append(time.perf_counter() - began)
+                        tokens += event.token_ids
+                    case Failed():
+                        raise event.error
+            return tuple(tokens)
+
         try:
-            return await stream_tokens(engine, self.runner.window, question)
+            answers = await asyncio.gather(*map(ask, range(len(questions)), questions))
         finally:
             await engine.stop()
+        return Run(tuple(answers), first[0])
 
 
-async def stream_tokens(
-    engine: DecodeEngine, window: int, question: Question, request_id: str = "reference"
-) -> tuple[int, ...]:
-    """Ask a running engine; the prompt is prefilled where it decodes."""
+def generation_request(question: Question, window: int, request_id: str) -> GenerationRequest:
+    """The question as engines take it, with the recipe of a prompt none of which is cached."""
     num_tokens = len(question.token_ids)
-    request = GenerationRequest(
+    return GenerationRequest(
         request_id=request_id,
         generation=0,
         token_ids=question.token_ids,
@@ -81,11 +105,3 @@ async def stream_tokens(
         recipe=cold_recipe(num_tokens, window, question.tail, question.seed),
         sampling=question.sampling,
     )
-    tokens: list[int] = []
-    async for event in engine.generate(request, local=True):
-        match event:
-            case Tokens():
-                tokens += event.token_ids
-            case Failed():
-                raise event.error
-    return tuple(tokens)
