@@ -54,9 +54,10 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
     # The number of threads is a property of the calling thread's pool.
     torch.set_num_threads(settings.torch_threads)
     engine = settings.engine
-    _check_memory(settings, half)
+    folder = model_folder(settings.model_path)
+    _check_memory(settings, folder, half)
     runner = load_runner(
-        model_folder(settings.model_path),
+        folder,
         half,
         num_blocks=engine.num_blocks,
         num_slots=engine.max_num_seqs,
@@ -74,9 +75,9 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
     return runner
 
 
-def _check_memory(settings: WorkerSettings, half: Half) -> None:
+def _check_memory(settings: WorkerSettings, folder: Path, half: Half) -> None:
     """Log what this worker will take, and refuse what cannot fit before anything is read."""
-    config = ModelConfig.from_file(model_folder(settings.model_path) / "config.json")
+    config = ModelConfig.from_file(folder / "config.json")
     plan = plan_memory(
         config,
         half,
