@@ -9,7 +9,8 @@ cached chain ──▶ L1, block KV reused ──▶ start, by mode:
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 
 from ripresa.workers.replay import (
     PlanKind,
@@ -52,14 +53,19 @@ def _num_reused_blocks(query: PrefillQuery) -> int:
     cap = query.num_tokens - (window + query.geometry.rewind)
     limit = max(cap, 0) // window
     lineage: tuple[int, ...] = ()
-    for number, (_, restarts) in enumerate(islice(query.chain, limit)):
+    number = 0
+    for restarts, group in groupby(islice(query.chain, limit), key=itemgetter(1)):
         boundary = number * window
-        if restarts == lineage and (interval is None or boundary % interval):
-            continue
         if not follows(query.mode, lineage, restarts, boundary, interval):
-            return number
+            break
+        number += len(list(group))
         lineage = restarts
-    return min(limit, len(query.chain))
+        if interval is not None:
+            anchor = (boundary // interval + 1) * interval
+            if number * window > anchor:
+                # No block behind an anchor has the lineage of those before it.
+                return anchor // window
+    return number
 
 
 def _bounded(query: PrefillQuery, write_floor: int) -> PrefillPlan:

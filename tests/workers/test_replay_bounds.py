@@ -276,6 +276,12 @@ def test_a_chain_is_reused_as_far_as_its_lineage_fits_the_mode(
     assert plan_prefill(query).num_reused_blocks == num_reused
 
 
+def test_a_canonical_chain_ends_at_an_anchor_that_it_ignores() -> None:
+    chain = (*chain_of(20), *chain_of(30, (1024,))[20:])
+    query = PrefillQuery(RELEASED, 9000, chain, mode=ReplayMode.CANONICAL, anchor_interval=1024)
+    assert plan_prefill(query).num_reused_blocks == 1024 // W
+
+
 def test_resume_of_an_exact_session() -> None:
     image = ParkedImage(5000, 0, 2459, tail=TailVariant.EXACT)
     query = PrefillQuery(RELEASED, 5500, EXACT_CHAIN[:39], image=image)

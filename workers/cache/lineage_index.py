@@ -9,7 +9,7 @@ hash(block 0)   hash(block 1)   hash(block 2)         a prompt's hashes, in orde
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Generic, TypeVar
 
 from ripresa.workers.cache.block_hash import BlockIdentity
@@ -81,13 +81,13 @@ class LineageIndex(Generic[V]):
         """
         found: list[dict[Lineage, V]] = []
         alive: list[Lineage] = [()]
-        for number, block_hash in enumerate(islice(hashes, max_blocks)):
+        for block_hash in islice(hashes, max_blocks):
             held = self._held.get(block_hash)
             if held is None:
                 break
-            boundary = number * self._window
-            is_plain = len(held) == len(alive) == 1 and (interval is None or boundary % interval)
-            if not (is_plain and alive[0] in held):
+            # Nearly always one lineage goes on and no other one is held.
+            if len(held) > 1 or len(alive) > 1 or interval is not None or alive[0] not in held:
+                boundary = len(found) * self._window
                 grown = [
                     restarts
                     for restarts in held
@@ -106,6 +106,6 @@ class LineageIndex(Generic[V]):
         """The last block's lineage tells those of all blocks before it."""
         chain: list[BlockIdentity] = []
         for index, restart in enumerate((*lineage, num_blocks * self._window)):
-            restarts, stop = lineage[:index], restart // self._window
-            chain += [BlockIdentity(h, restarts) for h in hashes[len(chain) : stop]]
+            part = hashes[len(chain) : restart // self._window]
+            chain += map(BlockIdentity, part, repeat(lineage[:index]))
         return tuple(chain)

@@ -31,9 +31,10 @@ from ripresa.workers.cache.block_record import (
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
 
 WINDOW = 8
-NUM_BLOCKS = 10
+NUM_BLOCKS = 12
 NUM_RANKS = 2
 LONGEST = 5
+PATHS = ["a", "aa", "aab", "aabb", "aabab", "ab", "abba", "abbab", "b", "ba", "bab"]
 
 
 def identity(path: str, restarts: tuple[int, ...] = ()) -> BlockIdentity:
@@ -83,6 +84,7 @@ class CacheHistory(RuleBasedStateMachine):
         self.demoted: set[BlockIdentity] = set()
         self.running: list[Request] = []
         self.open: list[Session] = []
+        self.offered: set[int] = set()
 
     def users(self, block: int) -> int:
         return sum(request.blocks.count(block) for request in self.running)
@@ -105,7 +107,9 @@ class CacheHistory(RuleBasedStateMachine):
         self.order.append(name)
 
     def forget(self, name: BlockIdentity) -> None:
-        del self.published[name]
+        block = self.published.pop(name)
+        if not self.users(block):
+            self.offered.discard(block)
         self.order.remove(name)
         self.demoted.discard(name)
 
@@ -117,18 +121,37 @@ class CacheHistory(RuleBasedStateMachine):
         ]
 
     @rule(
-        target=requests,
-        path=st.text("ab", min_size=1, max_size=LONGEST),
-        restart=st.sampled_from([None, None, 16, 24]),
+        target=requests, path=st.sampled_from(PATHS), cap=st.integers(0, LONGEST), cut=st.booleans()
     )
-    def start(self, path: str, restart: int | None) -> object:
+    def start(self, path: str, cap: int, cut: bool) -> object:
+        request = self.begin(path, cap, cut)
+        return multiple() if request is None else request
+
+    @rule(
+        target=sessions,
+        path=st.sampled_from(PATHS),
+        cap=st.integers(0, LONGEST),
+        cut=st.booleans(),
+        is_pinned=st.booleans(),
+    )
+    def turn(self, path: str, cap: int, cut: bool, is_pinned: bool) -> object:
+        """A request from its start to its end, with a lease of what it leaves."""
+        request = self.begin(path, cap, cut)
+        if request is None:
+            return multiple()
+        self.acknowledge_every(request)
+        session = self.take_lease(request, is_pinned)
+        self.end(request)
+        return session
+
+    def begin(self, path: str, cap: int, cut: bool) -> Request | None:
+        """Adopt at most `cap` blocks and allocate the rest, behind a new restart if `cut`."""
         hashes = [path[: k + 1].encode() for k in range(len(path))]
-        chain = list(self.cache.match(hashes))
-        assert chain == self.expected_chain(path)
+        chain = list(self.cache.match(hashes, max_blocks=cap))
+        assert chain == self.expected_chain(path[:cap])
         lineage = chain[-1].restarts if chain else ()
-        boundary = len(chain) * WINDOW
-        if restart is not None and boundary == restart:
-            lineage = (*lineage, boundary)
+        if cut and chain:
+            lineage = (*lineage, len(chain) * WINDOW)
         names = chain + [identity(path[: k + 1], lineage) for k in range(len(chain), len(path))]
         adopted = list(self.cache.adopt(chain))
         request = Request(names[: len(chain)], adopted)
@@ -143,7 +166,7 @@ class CacheHistory(RuleBasedStateMachine):
                 self.cache.allocate(needed)
             assert not self.events
             self.end(request)
-            return multiple()
+            return None
         request.blocks += self.cache.allocate(needed)
         request.names = names
         evicted = candidates[: max(0, needed - free)]
@@ -173,6 +196,18 @@ class CacheHistory(RuleBasedStateMachine):
 
     @rule(request=requests, number=st.integers(0, LONGEST - 1), rank=st.integers(0, NUM_RANKS - 1))
     def acknowledge(self, request: Request, number: int, rank: int) -> None:
+        self.acknowledge_one(request, number, rank)
+
+    @rule(request=requests)
+    def acknowledge_all(self, request: Request) -> None:
+        self.acknowledge_every(request)
+
+    def acknowledge_every(self, request: Request) -> None:
+        for number in range(len(request.blocks)):
+            for rank in range(NUM_RANKS):
+                self.acknowledge_one(request, number, rank)
+
+    def acknowledge_one(self, request: Request, number: int, rank: int) -> None:
         if number >= len(request.blocks):
             return
         if request in self.running:
@@ -198,6 +233,7 @@ class CacheHistory(RuleBasedStateMachine):
             assert not self.events
             return
         name = request.names[number]
+        self.offered.add(request.blocks[number])
         if name in self.published:
             assert outcome is PublishOutcome.DUPLICATE
             assert not self.events
@@ -218,14 +254,17 @@ class CacheHistory(RuleBasedStateMachine):
             name, block = request.names[number], request.blocks[number]
             if self.published.get(name) == block:
                 self.touch(name)
-            elif number in request.offers and name in self.published:
-                offer, _ = request.offers[number]
-                if offer.outcome is not PublishOutcome.VOID:
+            elif not self.users(block):
+                if block in self.offered and name in self.published:
                     self.demoted.discard(name)
                     self.touch(name)
+                self.offered.discard(block)
 
     @rule(target=sessions, request=requests, is_pinned=st.booleans())
-    def lease(self, request: Request, is_pinned: bool) -> object:
+    def lease(self, request: Request, is_pinned: bool) -> Session:
+        return self.take_lease(request, is_pinned)
+
+    def take_lease(self, request: Request, is_pinned: bool) -> Session:
         names = []
         for name in request.names:
             if name not in self.published:
@@ -273,12 +312,11 @@ class CacheHistory(RuleBasedStateMachine):
             elif session.is_pinned:
                 self.touch(name)
 
-    @rule(token=st.sampled_from("ab"), position=st.integers(0, LONGEST - 1))
-    def withdraw(self, token: str, position: int) -> None:
+    @rule(path=st.sampled_from(PATHS), token=st.sampled_from("cccccab"))
+    def withdraw(self, path: str, token: str) -> None:
+        """Mostly one block in all its lineages, seldom those that begin with a token."""
         gone = [
-            name
-            for name in self.published
-            if name.hash[position : position + 1] == token.encode() and len(name.hash) > 2
+            n for n in self.published if n.hash == path.encode() or n.hash[:1] == token.encode()
         ]
         self.events.clear()
         assert self.cache.withdraw(lambda r: r.identity in gone) == len(gone)
@@ -310,7 +348,7 @@ class CacheHistory(RuleBasedStateMachine):
         assert self.cache.num_available == NUM_BLOCKS
 
 
-CacheHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+CacheHistory.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
 TestCacheHistory = CacheHistory.TestCase
 
 
@@ -452,3 +490,19 @@ def test_check_integrity_sees_a_page_taken_behind_the_cache() -> None:
     pool.allocate(1)
     with pytest.raises(RipresaError, match="1 KV blocks are taken but 0 are on the cache's books"):
         cache.check_integrity()
+
+
+def test_who_computed_a_block_beside_its_first_writer_has_used_it() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(3, events)
+    first, second, third = cache.allocate(3)
+    publish(cache, first, identity("a"))
+    publish(cache, second, identity("b"))
+    publish(cache, third, identity("a"))
+    cache.release((first,))
+    cache.release((second,))
+    cache.lapse(cache.lease([identity("a")]))
+    cache.release((third,))
+    events.clear()
+    cache.allocate(2)
+    assert [event.record.identity.hash for event in events] == [b"b"]
