@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
-from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
+from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import Numerics
 from ripresa.workers.errors import ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
@@ -24,6 +24,7 @@ from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as com
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 
@@ -95,6 +96,12 @@ class TorchModelRunner:
     @property
     def window(self) -> int:
         return self.layout.window
+
+    @property
+    def geometry(self) -> ReplayGeometry:
+        split = self.config.split
+        num_decoder_layers = self.config.num_hidden_layers - split
+        return ReplayGeometry(self.window, REWIND_TOKENS, split, num_decoder_layers)
 
     @property
     def layout_digest(self) -> bytes:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.scheduling.step_plan import StepPlan
 
 
@@ -58,6 +59,10 @@ class ModelRunner(Protocol):
     @property
     def window(self) -> int:
         """W: sliding window and block size in tokens."""
+
+    @property
+    def geometry(self) -> ReplayGeometry:
+        """What the replay rules need to know of the model."""
 
     @property
     def layout_digest(self) -> bytes: ...
