@@ -24,6 +24,7 @@ from ripresa.workers.request import (
     Finished,
     GenerationRequest,
     PrefillDone,
+    RecipeFixed,
     Reserved,
     Tokens,
 )
@@ -108,6 +109,8 @@ class DecodeEngine:
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
+        RecipeFixed comes before PrefillDone if Reserved has no recipe.
+
         Closing the iterator, or cancelling the task that reads it, ends the work within a step.
         A stop token is not in any Tokens event; Finished names it and counts it.
 
@@ -170,7 +173,7 @@ class DecodeEngine:
         Raises:
             RipresaError: NOT_FOUND (no such request waits), FAILED_PRECONDITION (stale, or of
                 another layout, length or recipe), ALREADY_EXISTS (its state has arrived),
-                INVALID_ARGUMENT or RESOURCE_EXHAUSTED (see `EngineCore.fix`).
+                INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE (see `EngineCore.fix`).
         """
         job, stream = self._waiting(manifest)
         request = job.request
@@ -184,7 +187,10 @@ class DecodeEngine:
             raise _refused(f"generation {manifest.generation} is stale, {newest} was seen")
         if manifest.num_tokens != request.num_tokens:
             raise _refused("its length differs from the reserved request's")
+        was_fixed = job.sequence.is_fixed
         num_held = self._core.fix(job, manifest.recipe)
+        if not was_fixed:
+            stream.events.put_nowait(RecipeFixed(manifest.recipe))
         if manifest.first_block > num_held:
             raise _refused(
                 f"it starts at block {manifest.first_block}; {num_held} blocks are held here"

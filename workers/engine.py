@@ -161,7 +161,8 @@ class EngineCore:
 
         Raises:
             RipresaError: INVALID_ARGUMENT (no such recipe exists), FAILED_PRECONDITION (it is not
-                this request's), RESOURCE_EXHAUSTED (blocks of another lineage cannot be replaced).
+                this request's), UNAVAILABLE (an earlier sender has fixed another one),
+                RESOURCE_EXHAUSTED (blocks of another lineage cannot be replaced).
         """
         request = job.request
         check_recipe(recipe, request.num_prompt_tokens, self._runner.window)
@@ -176,6 +177,8 @@ class EngineCore:
                 ErrorCode.FAILED_PRECONDITION,
                 "the recipe differs from the reserved request's; send what was asked for",
             )
+        if job.sequence.is_fixed and recipe != job.sequence.recipe:
+            raise Unavailable("an earlier execution fixed another recipe; follow that one")
         chain = job.prefix.chain(recipe)
         self._pages.exchange(job.sequence.pages, chain)
         job.sequence.fix(recipe)

@@ -111,6 +111,13 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class RecipeFixed:
+    """The encoder worker has fixed the recipe that `Reserved` lacked. Sent once."""
+
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillDone:
     """The prompt's state is complete on the decode worker."""
 
@@ -152,7 +159,7 @@ class Failed:
     error: RipresaError
 
 
-EngineEvent = Reserved | PrefillDone | Tokens | Finished | Failed
+EngineEvent = Reserved | RecipeFixed | PrefillDone | Tokens | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)

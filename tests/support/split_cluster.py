@@ -20,6 +20,7 @@ from ripresa.workers.request import (
     Finished,
     GenerationRequest,
     PrefillDone,
+    RecipeFixed,
     Reserved,
     Tokens,
     WorkCounters,
@@ -68,10 +69,17 @@ class Stream:
     def assert_equals(self, expected: ReferenceStream) -> None:
         """Order and positions of the events, the tokens, and the reason of the end."""
         finished = self.finished
-        assert isinstance(self.events[0], Reserved)
-        assert isinstance(self.events[1], PrefillDone)
-        tokens = [event for event in self.events if isinstance(event, Tokens)]
-        assert len(tokens) == len(self.events) - 3
+        reserved = self.events[0]
+        assert isinstance(reserved, Reserved)
+        events = list(self.events[1:])
+        if reserved.recipe is None:
+            fixed, done = events[0], events[1]
+            assert isinstance(fixed, RecipeFixed) and isinstance(done, PrefillDone)
+            assert fixed.recipe == done.recipe
+            del events[0]
+        assert isinstance(events[0], PrefillDone)
+        tokens = [event for event in events if isinstance(event, Tokens)]
+        assert len(tokens) == len(events) - 2
         starts = [event.position for event in tokens]
         assert starts == list(range(starts[0], starts[0] + len(starts))) if starts else True
         assert self.tokens == expected.tokens
