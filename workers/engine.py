@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from ripresa.workers.cache.block_cache import BlockCache
@@ -67,7 +68,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         blocks = BlockCache(BlockPool(runner.num_blocks), runner.window)
-        self._prefixes = PrefixCache(blocks, runner.geometry, runner.layout_digest)
+        self._prefixes = PrefixCache(blocks, runner.geometry, runner.layout_digest, config.windows)
         self._pages = PagePool(
             blocks,
             runner.num_blocks,
@@ -81,6 +82,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             eos_token_id=runner.eos_token_id,
         )
+        self._role = role
         self._scheduler = Scheduler(role, self._pages, limits)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
         self._by_slot: dict[int, Job] = {}
@@ -142,7 +144,11 @@ class EngineCore:
             if request.recipe is not None:
                 sequence.fix(request.recipe)
         else:
-            sequence = self._scheduler.add(request, prefix.plan())
+            plan = prefix.plan()
+            sequence = self._scheduler.add(request, plan)
+            if plan.window is not None:
+                window = self._prefixes.windows.take(plan.window)
+                self._runner.import_window(sequence.pages.slot, plan.passes[0].start, window)
         job = Job(sequence, prefix, listener)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
@@ -249,6 +255,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
         self._scheduler.check_integrity()
+        self._prefixes.windows.check_integrity()
         for slot, job in self._by_slot.items():
             if job.sequence.pages.slot != slot or job.released.is_set():
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} belongs to no live request")
@@ -272,10 +279,20 @@ class EngineCore:
                 if plan is None:
                     await self._sleep()
                 else:
-                    await self._step(plan)
+                    await self._step(self._with_windows(plan))
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
+
+    def _with_windows(self, plan: StepPlan) -> StepPlan:
+        """The plan with the windows that its rows should leave behind."""
+        steps = []
+        for step in plan.sequences:
+            job = self._by_slot[step.slot]
+            rows = (step.encoder_start, step.encoder_stop)
+            cut = job.prefix.windows_to_cut(job.sequence, *rows)
+            steps.append(replace(step, cut_windows=cut) if cut else step)
+        return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
         """Until something can be computed or the next request is due."""
@@ -311,6 +328,11 @@ class EngineCore:
         slot = progress.step.slot
         job = self._by_slot[slot]
         job.prefix.publish(job.sequence)
+        is_over = progress.finish is not None or (
+            progress.is_prefill_done and self._role is WorkerRole.ENCODER
+        )
+        cut = output.windows.get(slot, {})
+        job.prefix.keep_windows(job.sequence, cut, is_turn_over=is_over)
         if progress.finish is not None:
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot))

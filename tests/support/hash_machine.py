@@ -132,6 +132,10 @@ class HashMachine:
                 block = self._blocks[step.block_table[position // WINDOW]]
                 block[position % WINDOW] = entry_hash(value, slot.pair if position % 2 else None)
             slot.pair = None if position % 2 else value
+            if position + 1 in step.cut_windows:
+                rows = [ring[j] for ring in slot.encoder for j in _window_rows(position + 1)]
+                cut = output.windows.setdefault(step.slot, {})
+                cut[position + 1] = _to_bytes(rows)
         if step.inbound:
             assert inbound is not None, "inbound rows were not given"
             assert (inbound.start, inbound.stop) == (step.decoder_start, step.decoder_stop)
@@ -233,6 +237,13 @@ class HashMachine:
         self._slots[slot] = state
         return _pack({j: next(values) for j in range(output_start, num_tokens)}, output_start)
 
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        state = self._slots.setdefault(slot, Slot())
+        values = iter(_from_bytes(payload))
+        for ring in state.encoder:
+            for j in _window_rows(boundary):
+                ring[j] = next(values)
+
     def release_slot(self, slot: int) -> None:
         with self._lock:
             if slot in self._running:
@@ -314,6 +325,10 @@ def reference_stream(
         tokens.append(token)
         if len(generated) + 1 == sampling.max_tokens or len(tokens) == max_model_len:
             return ReferenceStream((*generated, token), FinishReason.LENGTH, None)
+
+
+def _window_rows(boundary: int) -> range:
+    return range(boundary - WINDOW, boundary)
 
 
 def _source_rows(output_start: int) -> range:

@@ -11,7 +11,7 @@ from functools import partial
 
 from hash_machine import WINDOW, HashMachine, ReferenceStream
 
-from ripresa.workers.config import EngineConfig, TransferConfig
+from ripresa.workers.config import EngineConfig, TransferConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.request import (
@@ -37,6 +37,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16,
     num_blocks=64,
     transfer=TransferConfig(max_section_blocks=2, hand_over_timeout_s=30.0),
+    windows=WindowConfig(WindowPolicy.ZERO),
 )
 IMPATIENT = LaneConfig(
     chunk_timeout_s=0.3, open_timeout_s=0.3, control_timeout_s=0.3, idle_timeout_s=0.9

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.config import EngineConfig, Numerics, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
@@ -34,7 +34,8 @@ from ripresa.workers.transfer.outbound import OutboundTransfers
 
 CASE = Path(__file__).resolve().parents[1] / "data" / "golden" / "case_g_plain_replay"
 WINDOW = 8
-CONFIG = EngineConfig(max_batched_tokens=3 * WINDOW, max_num_seqs=4, num_blocks=64)
+CONFIG = EngineConfig(max_batched_tokens=3 * WINDOW, max_num_seqs=4, num_blocks=64,
+    windows=WindowConfig(WindowPolicy.ZERO))
 
 
 class Observed:

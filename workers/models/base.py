@@ -39,12 +39,14 @@ class StepOutput:
         sampled: the chosen next token.
         encoder_output: rows at or above the sequence's `hand_over_from`.
         logits: [decoder rows, vocab] float32 where they were asked for.
+        windows: encoder windows by slot and boundary, uint8, as `import_window` takes them.
         num_encoder_rows, num_decoder_rows: rows really computed in each half.
     """
 
     sampled: dict[int, int] = field(default_factory=dict)
     encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    windows: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     num_encoder_rows: int = 0
     num_decoder_rows: int = 0
 
@@ -115,6 +117,9 @@ class ModelRunner(Protocol):
         source_window: bool,
         payload: torch.Tensor,
     ) -> EncoderOutput: ...
+
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        """Put a window that a step cut at `boundary` into a slot's rings."""
 
     def release_slot(self, slot: int) -> None:
         """Forget a slot's rings and open pairs: nothing of it may be readable by the next one."""
