@@ -10,9 +10,17 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hash_machine import REWIND, VOCABULARY, WINDOW, HashMachine, reference_stream
+from hash_machine import (
+    NUM_ENCODER_LAYERS,
+    REWIND,
+    VOCABULARY,
+    WINDOW,
+    HashMachine,
+    reference_stream,
+)
 from hash_requests import make_request
 from split_cluster import (
+    CONFIG,
     SplitCluster,
     StepGate,
     Stream,
@@ -22,11 +30,21 @@ from split_cluster import (
     split_cluster,
 )
 
+from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, GenerationRequest, PrefillDone, SamplingParams
 
+FULL = WindowConfig(WindowPolicy.FULL)
+WINDOWS = (
+    WindowConfig(WindowPolicy.ZERO),
+    WindowConfig(WindowPolicy.JUNCTION),
+    WindowConfig(WindowPolicy.PERIODIC, period=3 * WINDOW),
+    WindowConfig(WindowPolicy.FULL),
+    # Room for four windows: they are evicted all the time.
+    WindowConfig(WindowPolicy.FULL, capacity_bytes=4 * 8 * WINDOW * NUM_ENCODER_LAYERS),
+)
 TAILS = (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL)
 
 
@@ -275,13 +293,14 @@ async def test_random_histories_on_one_worker(seed: int) -> None:
     rng = random.Random(seed)
     history = History(rng)
     machine = HashMachine(num_blocks=rng.choice((70, 128, 300)))
+    config = replace(CONFIG, windows=rng.choice(WINDOWS))
 
     async def one(engine: DecodeEngine, number: int) -> None:
         request = history.next(number)
         read = asyncio.create_task(collect(engine, request))
         await cancel_or_read(rng, history, request, read)
 
-    async with local_engine(machine) as (engine, _):
+    async with local_engine(machine, config) as (engine, _):
         for burst in range(12):
             await asyncio.gather(*(one(engine, 3 * burst + k) for k in range(3)))
             engine.check_integrity()
@@ -303,7 +322,8 @@ async def test_random_histories_over_an_encoder_and_two_decode_workers(seed: int
             read = asyncio.create_task(cluster.collect(request, name))
         await cancel_or_read(rng, history, request, read)
 
-    async with split_cluster(num_blocks=rng.choice((80, 300))) as cluster:
+    config = replace(CONFIG, windows=rng.choice(WINDOWS))
+    async with split_cluster(config=config, num_blocks=rng.choice((80, 300))) as cluster:
         for burst in range(8):
             await asyncio.gather(*(one(cluster, 3 * burst + k) for k in range(3)))
             for engine in (cluster.encoder, *cluster.decoders.values()):
@@ -362,3 +382,109 @@ def test_the_reference_depends_on_restarts() -> None:
         for restarts in ((), (16,), (32,), (16, 32))
     }
     assert len(streams) == 4
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("length", [18, 26, 33, 43, 50, 90])
+async def test_a_held_window_spares_the_replay(length: int, tail: TailVariant) -> None:
+    tokens = prompt(20, length)
+    async with local_engine(config=replace(CONFIG, windows=FULL)) as (engine, _):
+        cold = await collect(engine, ask(tokens, tail=tail))
+        stream = await collect(engine, ask(tokens, tail=tail))
+        recipe = check(ask(tokens, tail=tail), stream)
+        reused = (length - WINDOW - REWIND) // WINDOW * WINDOW
+        assert (recipe.kind, recipe.start) == (PlanKind.WINDOW, reused)
+        assert (recipe.write_floor, recipe.restarts) == (reused, ())
+        assert stream.finished.counters.encoder_rows == length - reused
+        # Other tails read decoder-half rows that begin with the first computed one.
+        if tail is TailVariant.FLOORED:
+            assert stream.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("num_new", range(1, 40, 3))
+@pytest.mark.parametrize("answer", [1, 4, 9, 30])
+async def test_an_append_to_a_finished_turn_finds_a_window(answer: int, num_new: int) -> None:
+    tokens = prompt(21, 70)
+    junction = replace(CONFIG, windows=WindowConfig(WindowPolicy.JUNCTION))
+    async with local_engine(config=junction) as (engine, _):
+        first = await collect(engine, ask(tokens, max_tokens=answer))
+        longer = tokens + first.tokens + prompt(22, num_new)
+        recipe = check(ask(longer), await collect(engine, ask(longer)))
+        assert recipe.kind is PlanKind.WINDOW
+        assert recipe.restarts == ()
+
+
+async def test_a_junction_is_kept_once_somebody_computes_it_natively() -> None:
+    tokens = prompt(23, 90)
+    junction = replace(CONFIG, windows=WindowConfig(WindowPolicy.JUNCTION))
+    async with local_engine(HashMachine(num_blocks=256), junction) as (engine, _):
+        branches = [tokens[:43] + prompt(30 + k, 40) for k in range(4)]
+        await collect(engine, ask(branches[0]))
+        # Two prompts part at 40, and the second one replays: nothing native ends at 40.
+        assert check(ask(branches[1]), await collect(engine, ask(branches[1]))).restarts == (40,)
+        exact = CacheUse(ReplayMode.EXACT, reads=False)
+        await collect(engine, ask(branches[2], cache=exact))
+        recipe = check(ask(branches[3]), await collect(engine, ask(branches[3])))
+        assert (recipe.kind, recipe.start, recipe.restarts) == (PlanKind.WINDOW, 40, ())
+
+
+def counted_rows(stream: Stream, recipe: Recipe, num_tokens: int) -> int:
+    """Encoder rows that the turn computed, which are those of its plan."""
+    rows = stream.finished.counters.encoder_rows
+    assert rows == num_tokens - recipe.start
+    return rows
+
+
+@pytest.mark.parametrize("windows", [WINDOWS[0], WINDOWS[1]], ids=["zero", "junction"])
+@pytest.mark.parametrize("evict", [False, True], ids=["kept", "evicted"])
+async def test_a_tool_loop_computes_only_what_its_plans_say(
+    windows: WindowConfig, evict: bool
+) -> None:
+    tokens = prompt(40, 60)
+    machine = HashMachine(num_blocks=80, max_model_len=640)
+    async with local_engine(machine, replace(CONFIG, windows=windows)) as (engine, _):
+        end = 0
+        for turn in range(20):
+            before = engine.stats().num_encoder_rows
+            request = ask(tokens, f"t{turn}", max_tokens=7)
+            stream = await collect(engine, request)
+            recipe = recipe_of(stream)
+            stream.assert_equals(reference_stream(request, 640, recipe))
+            rows = counted_rows(stream, recipe, len(tokens))
+            assert engine.stats().num_encoder_rows - before == rows + 6
+            new = len(tokens) - end
+            if turn and not evict:
+                assert rows <= max(3 * WINDOW + REWIND - 1, new + 2 * WINDOW)
+                assert windows is WINDOWS[0] or recipe.kind is PlanKind.WINDOW
+            # The last token of an answer has no row yet.
+            end = len(tokens) + 6
+            tokens = tokens + stream.tokens + prompt(50 + turn, 5 + turn % 13)
+            if evict:
+                flood = ask(prompt(99 + turn, 600), "flood", max_tokens=30)
+                await collect(engine, flood)
+
+
+@pytest.mark.parametrize("windows", [WINDOWS[0], WINDOWS[1]], ids=["zero", "junction"])
+async def test_a_tool_loop_over_an_encoder_computes_only_what_its_plans_say(
+    windows: WindowConfig,
+) -> None:
+    tokens = prompt(41, 60)
+    async with split_cluster(config=replace(CONFIG, windows=windows), num_blocks=160) as cluster:
+        end = 0
+        for turn in range(20):
+            request = ask(tokens, f"t{turn}", max_tokens=7)
+            before = cluster.encoder.stats().num_encoder_rows
+            received = cluster.decoder.stats().counters.transfer_bytes
+            stream = await cluster.collect(request)
+            recipe = check(request, stream)
+            rows = cluster.encoder.stats().num_encoder_rows - before
+            assert rows == len(tokens) - recipe.start
+            # The encoder holds the blocks of the last prompt; its answer is new to it.
+            new = len(tokens) - end
+            assert not turn or rows <= max(3 * WINDOW + REWIND - 1, new + 2 * WINDOW)
+            sent = cluster.decoder.stats().counters.transfer_bytes - received
+            # The decode worker holds what it received and decoded in the same lineage.
+            most = (len(tokens) - recipe.write_floor + WINDOW) // WINDOW + 2
+            assert not turn or sent <= 8 * WINDOW * (most + 1 + NUM_ENCODER_LAYERS + 1) + 8
+            end = len(tokens)
+            tokens = tokens + stream.tokens + prompt(50 + turn, 5 + turn % 13)

@@ -34,8 +34,12 @@ from ripresa.workers.transfer.outbound import OutboundTransfers
 
 CASE = Path(__file__).resolve().parents[1] / "data" / "golden" / "case_g_plain_replay"
 WINDOW = 8
-CONFIG = EngineConfig(max_batched_tokens=3 * WINDOW, max_num_seqs=4, num_blocks=64,
-    windows=WindowConfig(WindowPolicy.ZERO))
+CONFIG = EngineConfig(
+    max_batched_tokens=3 * WINDOW,
+    max_num_seqs=4,
+    num_blocks=64,
+    windows=WindowConfig(WindowPolicy.ZERO),
+)
 
 
 class Observed:
@@ -198,6 +202,30 @@ async def test_an_exact_hit_equals_a_cold_run_bit_for_bit(
             recipe = await run(engine, request)
         assert recipe.write_floor == (cached if warm else 0)
         assert recipe.restarts == ()
+        answers.append(stacked(logits))
+        await engine.stop()
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("budget", [16, 24, 64])
+@pytest.mark.parametrize("cached", [24, 40, 72, 96])
+async def test_going_on_from_a_window_equals_a_cold_run_bit_for_bit(
+    tokens: tuple[int, ...], cached: int, budget: int
+) -> None:
+    prompt = (tokens * 3)[:118]
+    windows = WindowConfig(WindowPolicy.FULL)
+    config = replace(CONFIG, windows=windows, max_batched_tokens=budget)
+    answers = []
+    for warm in (False, True):
+        model = Observed()
+        engine = DecodeEngine("d0", model.runner, config)
+        await engine.start()
+        if warm:
+            await run(engine, ask(prompt[: cached + 3]))
+        with model.watched() as logits:
+            recipe = await run(engine, ask(prompt, max_tokens=12))
+        if warm:
+            assert (recipe.kind, recipe.start) == (PlanKind.WINDOW, cached)
         answers.append(stacked(logits))
         await engine.stop()
     assert torch.equal(*answers)
