@@ -158,7 +158,8 @@ def measure_index(prompts: Prompts, num_workers: int, repeats: int) -> InProcess
 
 async def measure_actor(prompts: Sequence[list[bytes]], num_workers: int) -> None:
     def connect() -> list[object]:
-        return start_directory(DirectorySettings(window=WINDOW, lease_s=600, late_s=500), 1)
+        lasting = DirectorySettings(window=WINDOW, lease_s=600, late_s=500)
+        return start_directory(lasting, is_detached=False)
 
     actors = DirectoryActors(await asyncio.to_thread(connect), connect)
     outbox = Outbox("worker-0", 1)

@@ -209,6 +209,7 @@ def test_losing_an_old_incarnation_spares_the_new_one(index: PrefixIndex) -> Non
 def test_bits_of_the_dead_serve_the_living(index: PrefixIndex) -> None:
     Worker(index, "one").hold(HASHES)
     Worker(index, "two").hold(HASHES[:4])
+    assert prefixes(index) == {("one", (), 6), ("two", (), 4)}
     index.lost("one", 1)
     Worker(index, "three").hold(HASHES[:2])
     assert prefixes(index) == {("two", (), 4), ("three", (), 2)}
