@@ -14,6 +14,7 @@ import click
 from ripresa.cluster.cli_checkpoint import checkpoint, doctor
 from ripresa.cluster.cli_generate import generate
 from ripresa.cluster.cli_plan import plan
+from ripresa.cluster.cli_verify_replay import verify_replay
 from ripresa.cluster.progress import progress
 from ripresa.cluster.version import VERSION
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -158,6 +159,9 @@ cli.add_command(plan)
 @cli.group()
 def verify() -> None:
     """Compare what is computed here with references."""
+
+
+verify.add_command(verify_replay)
 
 
 @verify.command("golden")

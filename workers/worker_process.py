@@ -46,8 +46,22 @@ async def start_runner(settings: WorkerSettings, half: Half) -> TorchModelRunner
     Raises:
         RipresaError: the checkpoint or its config is wrong.
     """
+    _show_log()
     torch.set_num_threads(settings.torch_threads)
     return await asyncio.to_thread(_load, settings, half)
+
+
+def _show_log() -> None:
+    """Write this package's log to stderr, which Ray keeps as the worker's `.err` file.
+
+    Without a handler only warnings would reach it.
+    """
+    package = logging.getLogger("ripresa")
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
 
 
 def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:

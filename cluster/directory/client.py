@@ -32,13 +32,13 @@ class PlanByLoad:
 class DirectoryActors:
     """The shards' actors; replaced by running ones when they turn out to be dead for good.
 
-    Args:
+    Attributes:
         connect: gives the actors of all shards, in order; it may block. Called in a thread.
     """
 
     def __init__(self, actors: Sequence[Any], connect: Callable[[], Sequence[Any]]) -> None:
         self._actors = list(actors)
-        self._connect = connect
+        self.connect = connect
         self._connecting: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class DirectoryActors:
 
     async def _replace(self) -> None:
         try:
-            self._actors = list(await asyncio.to_thread(self._connect))
+            self._actors = list(await asyncio.to_thread(self.connect))
         except (RayError, ValueError, ConnectionError) as error:
             logger.warning("%s is still gone: %s", WHAT, error)
 

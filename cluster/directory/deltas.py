@@ -117,7 +117,8 @@ class DeltaStreams:
         if session is None:
             session = self._open(report, now)
         if report.epoch != session.epoch:
-            return SendAll(session.epoch)
+            # A demand that was answered already would make the answer look like a repetition.
+            return self.demand(session) if session.num_reports else SendAll(session.epoch)
         if report.number < session.num_reports:
             return None
         if report.number > session.num_reports:

@@ -20,6 +20,7 @@ from ripresa.cluster.directory.events import (
     Chain,
     Follow,
     HeldKind,
+    Holder,
     Holding,
     Lead,
     Lineage,
@@ -121,11 +122,10 @@ class PrefixIndex:
         """Remembered blocks by tenant."""
         return self._memory.usage()
 
-    def workers(self, now: float) -> list[str]:
-        """Known workers, with their standing, for a log or a status page."""
+    def workers(self, now: float) -> list[Holder]:
+        """Workers whose leases hold, by name."""
         self._expire(now)
-        holders = [self._streams.holder(session, now) for session in self._streams]
-        return sorted(f"{h.worker}/{h.incarnation}: {h.standing}" for h in holders)
+        return sorted(self._streams.holder(session, now) for session in self._streams)
 
     def lookup(self, hashes: Sequence[bytes], now: float) -> Lookup:
         """What is known of a prompt.

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from ripresa.cluster.directory.events import Answer, Receipt, Reply, Report
+from ripresa.cluster.directory.events import Answer, Holder, Receipt, Reply, Report
 from ripresa.cluster.directory.index import DirectoryCounters, DirectorySettings, PrefixIndex
 from ripresa.workers.replay import ReplayMode
 
@@ -58,7 +58,7 @@ class PrefixDirectory:
     async def usage(self) -> dict[str, int]:
         return self._index.usage()
 
-    async def workers(self) -> list[str]:
+    async def workers(self) -> list[Holder]:
         return self._index.workers(time.monotonic())
 
 

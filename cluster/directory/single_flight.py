@@ -152,10 +152,10 @@ class SingleFlight:
 
     def _drop(self, claim: _Claim) -> None:
         del self._by_request[claim.request]
-        claims = self._by_block[claim.flavour]
+        claims = self._by_block.get(claim.flavour, {})
         for block_hash in claim.hashes:
             if claims.get(block_hash) is claim:
                 del claims[block_hash]
         if not claims:
-            del self._by_block[claim.flavour]
+            self._by_block.pop(claim.flavour, None)
         self._num_blocks -= len(claim.hashes)

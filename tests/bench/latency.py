@@ -20,7 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
-from measurement import alternate, print_header, spread, verdict
+from machine import print_header
+from measurement import alternate, spread, verdict
 from reference_engine import Question, ReferenceEngine
 from served_cluster import served_cluster
 
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--encoders", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print_header()
+    print_header(__file__)
     engine = ReferenceEngine(Numerics.FAST)
     question = Question(tuple(range(100, 100 + options.tokens)), max_tokens=1)
 

@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
-from measurement import alternate, print_header, spread, verdict
+from machine import print_header
+from measurement import alternate, spread, verdict
 from reference_engine import Question, ReferenceEngine
 
 from ripresa.workers.config import Numerics
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print_header()
+    print_header(__file__)
     engine = ReferenceEngine(Numerics.FAST)
     vocabulary = engine.runner.config.vocab_size
     prompt = torch.randint(0, vocabulary, (options.tokens,), generator=torch.Generator())

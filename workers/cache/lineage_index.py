@@ -9,7 +9,7 @@ hash(block 0)   hash(block 1)   hash(block 2)         a prompt's hashes, in orde
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Generic, TypeVar
 
 from ripresa.workers.cache.block_hash import BlockIdentity
@@ -28,36 +28,36 @@ class LineageIndex(Generic[V]):
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._held: dict[bytes, dict[Lineage, V]] = {}
+        self._held: dict[bytes, dict[Lineage, tuple[BlockIdentity, V]]] = {}
         self._num_identities = 0
 
     def __len__(self) -> int:
         return self._num_identities
 
     def __iter__(self) -> Iterator[BlockIdentity]:
-        for block_hash, held in self._held.items():
-            for restarts in held:
-                yield BlockIdentity(block_hash, restarts)
+        for held in self._held.values():
+            for identity, _ in held.values():
+                yield identity
 
     def __contains__(self, identity: BlockIdentity) -> bool:
         return identity.restarts in self._held.get(identity.hash, ())
 
     def get(self, identity: BlockIdentity) -> V | None:
-        held = self._held.get(identity.hash)
-        return None if held is None else held.get(identity.restarts)
+        found = self._held.get(identity.hash, {}).get(identity.restarts)
+        return None if found is None else found[1]
 
     def add(self, identity: BlockIdentity, value: V) -> None:
         """Raises ValueError if the identity is taken: the first writer keeps it."""
         held = self._held.setdefault(identity.hash, {})
         if identity.restarts in held:
             raise ValueError(f"{identity} is held already")
-        held[identity.restarts] = value
+        held[identity.restarts] = (identity, value)
         self._num_identities += 1
 
     def remove(self, identity: BlockIdentity) -> V:
         """Raises KeyError if the identity is not held."""
         held = self._held[identity.hash]
-        value = held.pop(identity.restarts)
+        _, value = held.pop(identity.restarts)
         if not held:
             del self._held[identity.hash]
         self._num_identities -= 1
@@ -79,7 +79,7 @@ class LineageIndex(Generic[V]):
             interval: A of mode canonical; None in the other modes.
             max_blocks: longer chains are no use, so that fewer restarts win within it.
         """
-        found: list[dict[Lineage, V]] = []
+        found: list[dict[Lineage, tuple[BlockIdentity, V]]] = []
         alive: list[Lineage] = [()]
         for block_hash in islice(hashes, max_blocks):
             held = self._held.get(block_hash)
@@ -98,14 +98,9 @@ class LineageIndex(Generic[V]):
                 alive = grown
             found.append(held)
         lineage = min(alive, key=lambda restarts: (len(restarts), restarts))
-        return self._chain(hashes, len(found), lineage)
-
-    def _chain(
-        self, hashes: Sequence[bytes], num_blocks: int, lineage: Lineage
-    ) -> tuple[BlockIdentity, ...]:
-        """The last block's lineage tells those of all blocks before it."""
+        # The last block's lineage tells those of all blocks before it.
         chain: list[BlockIdentity] = []
-        for index, restart in enumerate((*lineage, num_blocks * self._window)):
-            part = hashes[len(chain) : restart // self._window]
-            chain += map(BlockIdentity, part, repeat(lineage[:index]))
+        for index, restart in enumerate((*lineage, len(found) * self._window)):
+            part, restarts = found[len(chain) : restart // self._window], lineage[:index]
+            chain += [held[restarts][0] for held in part]
         return tuple(chain)

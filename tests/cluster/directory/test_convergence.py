@@ -184,14 +184,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         if not self.processes:
             return
         named = {(worker, incarnation) for *_, worker, incarnation in self.known()}
+        assert named <= self.sessions()
         assert not named & self.gone
         self.gone |= self.dead - named - self.sessions()
         self.index.check_integrity()
 
     def sessions(self) -> set[tuple[str, int]]:
         """Incarnations that still have a lease."""
-        listed = [entry.split(":")[0].split("/") for entry in self.index.workers(self.now)]
-        return {(worker, int(incarnation)) for worker, incarnation in listed}
+        return {(h.worker, h.incarnation) for h in self.index.workers(self.now)}
 
     def teardown(self) -> None:
         if not self.processes:

@@ -165,6 +165,17 @@ def test_a_report_from_before_the_directorys_restart_is_answered_with_a_demand()
     assert prefixes(after) == set()
 
 
+def test_a_worker_that_lost_its_place_is_not_taken_for_an_echo(index: PrefixIndex) -> None:
+    worker = Worker(index, "w")
+    worker.hold(HASHES)
+    worker.epoch, worker.number = None, 0
+    demand = worker.send(*runs(HASHES)[:1])
+    assert isinstance(demand, SendAll)
+    worker.epoch = demand.epoch
+    worker.send(*runs(HASHES)[:1])
+    assert prefixes(index) == {("w", (), 1)}
+
+
 def test_nothing_that_was_under_way_revives_a_dead_worker(index: PrefixIndex) -> None:
     worker = Worker(index, "w", incarnation=1)
     worker.hold(HASHES)
@@ -198,6 +209,7 @@ def test_losing_an_old_incarnation_spares_the_new_one(index: PrefixIndex) -> Non
 def test_bits_of_the_dead_serve_the_living(index: PrefixIndex) -> None:
     Worker(index, "one").hold(HASHES)
     Worker(index, "two").hold(HASHES[:4])
+    assert prefixes(index) == {("one", (), 6), ("two", (), 4)}
     index.lost("one", 1)
     Worker(index, "three").hold(HASHES[:2])
     assert prefixes(index) == {("two", (), 4), ("three", (), 2)}

@@ -88,6 +88,15 @@ def test_too_many_claims_leave_requests_uncoordinated() -> None:
     assert flight.num_blocks == 5
 
 
+def test_a_claim_ends_after_all_its_blocks_are_there(flight: SingleFlight) -> None:
+    flight.enter(PROMPTS[0], 5, "done", BOUNDED, 0)
+    flight.enter(chain("z", 1), 0, "r", BOUNDED, 0)
+    flight.computed(PROMPTS[0][5], ())
+    flight.release("r")
+    flight.release("done")
+    assert (len(flight), flight.num_blocks) == (0, 0)
+
+
 class SingleFlightMachine(RuleBasedStateMachine):
     """The books against a list that is searched from end to end."""
 
@@ -186,5 +195,5 @@ class SingleFlightMachine(RuleBasedStateMachine):
             assert len(self.leaders(block)) == 1
 
 
-SingleFlightMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+SingleFlightMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestSingleFlight = SingleFlightMachine.TestCase

@@ -64,7 +64,6 @@ class Request:
 class Session:
     lease: Lease
     names: list[BlockIdentity]
-    blocks: list[int]
     is_pinned: bool
     is_over: bool = False
 
@@ -90,8 +89,7 @@ class CacheHistory(RuleBasedStateMachine):
         return sum(request.blocks.count(block) for request in self.running)
 
     def sessions_of(self, name: BlockIdentity) -> list[Session]:
-        block = self.published.get(name)
-        return [s for s in self.open if (name, block) in zip(s.names, s.blocks, strict=True)]
+        return [session for session in self.open if name in session.names]
 
     def unused(self) -> list[BlockIdentity]:
         free = [
@@ -112,6 +110,9 @@ class CacheHistory(RuleBasedStateMachine):
             self.offered.discard(block)
         self.order.remove(name)
         self.demoted.discard(name)
+        for session in self.open:
+            if name in session.names:
+                session.names.remove(name)
 
     def removed(self, is_evicted: bool) -> list[BlockIdentity]:
         return [
@@ -167,12 +168,13 @@ class CacheHistory(RuleBasedStateMachine):
             assert not self.events
             self.end(request)
             return None
-        request.blocks += self.cache.allocate(needed)
-        request.names = names
+        allocated = self.cache.allocate(needed)
         evicted = candidates[: max(0, needed - free)]
         assert self.removed(is_evicted=True) == evicted
         for name in evicted:
             self.forget(name)
+        request.blocks += allocated
+        request.names = names
         return request
 
     def private_blocks(self) -> set[int]:
@@ -271,7 +273,7 @@ class CacheHistory(RuleBasedStateMachine):
                 break
             names.append(name)
         lease = self.cache.lease(names, is_pinned=is_pinned)
-        session = Session(lease, names, [self.published[name] for name in names], is_pinned)
+        session = Session(lease, names, is_pinned)
         self.open.append(session)
         for name in reversed(names):
             self.demoted.discard(name)
@@ -284,15 +286,8 @@ class CacheHistory(RuleBasedStateMachine):
         if session.is_over or not session.is_pinned:
             return
         session.is_pinned = False
-        for name in self.alive(session):
+        for name in reversed(session.names):
             self.touch(name)
-
-    def alive(self, session: Session) -> list[BlockIdentity]:
-        return [
-            name
-            for name, block in zip(reversed(session.names), reversed(session.blocks), strict=True)
-            if self.published.get(name) == block
-        ]
 
     @rule(session=sessions, demotes=st.booleans())
     def end_session(self, session: Session, demotes: bool) -> None:
@@ -300,9 +295,8 @@ class CacheHistory(RuleBasedStateMachine):
         if session.is_over:
             return
         session.is_over = True
-        alive = self.alive(session)
         self.open.remove(session)
-        for name in alive:
+        for name in reversed(session.names):
             if not demotes:
                 self.demoted.discard(name)
                 self.touch(name)
@@ -321,12 +315,6 @@ class CacheHistory(RuleBasedStateMachine):
         self.events.clear()
         assert self.cache.withdraw(lambda r: r.identity in gone) == len(gone)
         assert sorted(self.removed(is_evicted=False)) == sorted(gone)
-        for session in self.open:
-            kept = [
-                (n, b) for n, b in zip(session.names, session.blocks, strict=True) if n not in gone
-            ]
-            session.names = [name for name, _ in kept]
-            session.blocks = [block for _, block in kept]
         for name in gone:
             self.forget(name)
 
@@ -348,7 +336,7 @@ class CacheHistory(RuleBasedStateMachine):
         assert self.cache.num_available == NUM_BLOCKS
 
 
-CacheHistory.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
+CacheHistory.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
 TestCacheHistory = CacheHistory.TestCase
 
 

@@ -1,0 +1,273 @@
+"""Does the router place, retry and give up as it says, whatever its workers do?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import pytest
+
+from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
+from ripresa.workers.replay import TailVariant
+from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.request import (
+    EngineEvent,
+    EngineStats,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PrefillDone,
+    Reserved,
+    SamplingParams,
+    Tokens,
+    WorkCounters,
+)
+
+STATS = EngineStats(0, 0, 8, 8, 0, WorkCounters(), 0, 0)
+PROMPT = PromptRequest(
+    "request", (5, 6, 7), SamplingParams(max_tokens=4, seed=9), TailVariant.FLOORED
+)
+ANSWER = (10, 11, 12, 13)
+
+Script = Callable[[GenerationRequest], AsyncGenerator[EngineEvent]]
+
+
+class Cluster:
+    """Workers that follow scripts; the view and the calls of one router.
+
+    Attributes:
+        decoding: what decode workers do; they answer as they should where nothing is given.
+        prefilling: seconds that a prefill takes, or what it raises.
+        decoded, prefilled: the requests that workers got, in order.
+        ended: decode calls that were closed, by worker.
+    """
+
+    def __init__(self, encoders: int = 0, decoders: int = 2) -> None:
+        self.listed = [f"e{k}" for k in range(encoders)] + [f"d{k}" for k in range(decoders)]
+        self.decoding: dict[str, Script] = {}
+        self.prefilling: dict[str, float | RipresaError] = {}
+        self.decoded: list[tuple[str, GenerationRequest]] = []
+        self.prefilled: list[tuple[str, GenerationRequest]] = []
+        self.ended: list[str] = []
+        self.lost_workers: list[str] = []
+        self.prefill_started = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._has_state: dict[str, asyncio.Event] = {}
+        self.router = ClusterRouter(self, self, window=128, reserve_timeout_s=1.0)
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        return tuple(
+            WorkerReport(name, kind, "node", 1, 1, STATS)
+            for name in self.listed
+            if name not in self.lost_workers
+            for kind in (WorkerKind.ENCODER if name[0] == "e" else WorkerKind.DECODE,)
+        )
+
+    async def refresh(self) -> None:
+        return None
+
+    def lost(self, worker_id: str) -> None:
+        self.lost_workers.append(worker_id)
+
+    async def gone(self, worker_id: str) -> None:
+        while worker_id in self.listed:
+            await self._changed.wait()
+
+    def stop_reports(self, worker_id: str) -> None:
+        self.listed.remove(worker_id)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def generate(
+        self, worker_id: str, request: GenerationRequest, local: bool
+    ) -> AsyncGenerator[EngineEvent]:
+        self.decoded.append((worker_id, request))
+        self._has_state[request.request_id] = asyncio.Event()
+        script = self.decoding.get(worker_id, answering)
+        try:
+            yield Reserved(worker_id, local)
+            if not local:
+                await self._has_state[request.request_id].wait()
+            yield PrefillDone(request.recipe)
+            async with aclosing(script(request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.ended.append(worker_id)
+
+    async def prefill(
+        self, worker_id: str, request: GenerationRequest, receiver: str
+    ) -> WorkCounters:
+        self.prefilled.append((worker_id, request))
+        self.prefill_started.set()
+        what = self.prefilling.get(worker_id, 0.0)
+        if isinstance(what, RipresaError):
+            raise what
+        await asyncio.sleep(what)
+        self._has_state[request.request_id].set()
+        return WorkCounters(encoder_rows=request.num_tokens)
+
+    async def abort(self, worker_id: str, request_id: str) -> bool:
+        return any(name == worker_id and r.request_id == request_id for name, r in self.decoded)
+
+    async def run(self) -> list[RouterEvent]:
+        async with asyncio.timeout(30):
+            return [event async for event in self.router.generate(PROMPT)]
+
+
+async def answering(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
+    """The rest of the answer, by position, as an engine of the same recipe would give it."""
+    done = request.num_tokens - request.num_prompt_tokens
+    for index in range(done, len(ANSWER)):
+        yield Tokens(request.num_prompt_tokens + index, (ANSWER[index],))
+    yield Finished(FinishReason.LENGTH, None, len(ANSWER), WorkCounters(decoder_rows=3))
+
+
+def breaking(error: RipresaError, after: int = 2) -> Script:
+    async def script(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
+        async with aclosing(answering(request)) as events:
+            for _ in range(after):
+                yield await anext(events)
+        raise error
+
+    return script
+
+
+def hanging(cluster: Cluster, worker_id: str) -> Script:
+    """Gives two tokens, then nothing, and reports no more."""
+
+    async def script(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
+        async with aclosing(answering(request)) as events:
+            for _ in range(2):
+                yield await anext(events)
+        cluster.stop_reports(worker_id)
+        await asyncio.Event().wait()
+
+    return script
+
+
+async def ending_early(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
+    yield Tokens(request.num_tokens, (ANSWER[0],))
+
+
+def check_answer(events: list[RouterEvent]) -> Finished:
+    """Placed once, every token once and in order, the end last."""
+    assert isinstance(events[0], Placed)
+    tokens = events[1:-1]
+    assert [t.position for t in tokens if isinstance(t, Tokens)] == [3, 4, 5, 6]
+    assert tuple(i for t in tokens if isinstance(t, Tokens) for i in t.token_ids) == ANSWER
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+async def test_a_split_request_counts_the_work_of_both_workers() -> None:
+    cluster = Cluster(encoders=1)
+    finished = check_answer(await cluster.run())
+    assert finished.counters == WorkCounters(encoder_rows=3, decoder_rows=3)
+    (_, decoding), (_, prefilling) = cluster.decoded[0], cluster.prefilled[0]
+    assert prefilling.generation > decoding.generation
+    assert prefilling.recipe == decoding.recipe
+    cluster.router.check_integrity()
+
+
+@pytest.mark.parametrize("encoders", [0, 1])
+@pytest.mark.parametrize("how", ["breaks", "hangs", "ends early"])
+async def test_a_lost_decode_worker_is_replaced_by_the_same_recipe(encoders: int, how: str) -> None:
+    cluster = Cluster(encoders)
+    scripts = {
+        "breaks": breaking(Unreachable("died")),
+        "hangs": hanging(cluster, "d0"),
+        "ends early": ending_early,
+    }
+    cluster.decoding["d0"] = scripts[how]
+    check_answer(await cluster.run())
+    (first, before), (second, after) = cluster.decoded
+    assert (first, second) == ("d0", "d1")
+    assert after.recipe == before.recipe
+    assert after.generation > before.generation
+    streamed = 1 if how == "ends early" else 2
+    assert after.token_ids == PROMPT.token_ids + ANSWER[:streamed]
+    assert cluster.ended == ["d0", "d1"]
+    cluster.router.check_integrity()
+
+
+async def test_a_failed_encoder_is_replaced() -> None:
+    cluster = Cluster(encoders=2)
+    cluster.prefilling["e0"] = Unavailable("full of faults")
+    check_answer(await cluster.run())
+    assert [worker for worker, _ in cluster.prefilled] == ["e0", "e1"]
+    assert len(cluster.decoded) == 1
+
+
+async def test_a_hanging_encoder_is_replaced() -> None:
+    cluster = Cluster(encoders=2)
+    cluster.prefilling["e0"] = 3600.0
+    running = asyncio.create_task(cluster.run())
+    await cluster.prefill_started.wait()
+    cluster.stop_reports("e0")
+    check_answer(await running)
+    assert [worker for worker, _ in cluster.prefilled] == ["e0", "e1"]
+    assert cluster.lost_workers == ["e0"]
+    cluster.router.check_integrity()
+
+
+async def test_without_a_working_encoder_the_decode_worker_prefills() -> None:
+    cluster = Cluster(encoders=2)
+    cluster.prefilling = {"e0": Unavailable("no"), "e1": Unavailable("no")}
+    check_answer(await cluster.run())
+    assert [worker for worker, _ in cluster.prefilled] == ["e0", "e1"]
+    assert len(cluster.decoded) == 2
+
+
+async def test_a_mistake_of_a_worker_is_not_repeated_elsewhere() -> None:
+    cluster = Cluster()
+    cluster.decoding["d0"] = breaking(RipresaError(ErrorCode.INTERNAL, "a bug"))
+    with pytest.raises(RipresaError, match="a bug"):
+        await cluster.run()
+    assert len(cluster.decoded) == 1
+    assert cluster.lost_workers == []
+    cluster.router.check_integrity()
+
+
+async def test_retries_end() -> None:
+    cluster = Cluster(decoders=9)
+    for name in cluster.listed:
+        cluster.decoding[name] = breaking(Unavailable(f"{name} is closing"), after=0)
+    with pytest.raises(Unavailable, match="is closing"):
+        await cluster.run()
+    assert len({worker for worker, _ in cluster.decoded}) == MAX_EXECUTIONS
+    cluster.router.check_integrity()
+
+
+async def test_no_worker_left() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.decoding["d0"] = breaking(Unreachable("died"))
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        await cluster.run()
+
+
+async def test_closing_the_stream_ends_the_decode_call() -> None:
+    cluster = Cluster()
+    stream = cluster.router.generate(PROMPT)
+    assert isinstance(await anext(stream), Placed)
+    assert isinstance(await anext(stream), Tokens)
+    await stream.aclose()
+    assert cluster.ended == ["d0"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    cluster.router.check_integrity()
+
+
+async def test_a_cancel_in_the_prefill_ends_both_calls() -> None:
+    cluster = Cluster(encoders=1)
+    cluster.prefilling["e0"] = 3600.0
+    running = asyncio.create_task(cluster.run())
+    await cluster.prefill_started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert cluster.ended == ["d0"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    cluster.router.check_integrity()

@@ -1,0 +1,43 @@
+"""Does the registry list who reports, forget who does not, and say when a list is complete?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ripresa.cluster.worker_registry import WorkerRegistry
+from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.request import EngineStats, WorkCounters
+
+STATS = EngineStats(0, 0, 8, 8, 0, WorkCounters(), 0, 0)
+
+
+def report(worker_id: str) -> WorkerReport:
+    return WorkerReport(worker_id, WorkerKind.DECODE, "node", 1, 1, STATS)
+
+
+def listed(registry: WorkerRegistry, now: float) -> list[str]:
+    return [worker.worker_id for worker in registry.workers(now).workers]
+
+
+def test_a_lease_holds_from_the_last_report() -> None:
+    registry = WorkerRegistry(lease_s=5.0, started_at=100.0)
+    registry.report(report("b"), now=100.0)
+    registry.report(report("a"), now=101.0)
+    registry.report(report("b"), now=102.0)
+    assert listed(registry, 105.9) == ["a", "b"]
+    assert listed(registry, 106.0) == ["b"]
+    assert listed(registry, 107.0) == []
+
+
+def test_a_leaving_worker_is_not_listed() -> None:
+    registry = WorkerRegistry(lease_s=5.0, started_at=0.0)
+    registry.report(report("a"), now=0.0)
+    registry.report(replace(report("a"), leaving=True), now=1.0)
+    assert listed(registry, 1.0) == []
+
+
+def test_a_list_is_complete_one_lease_after_the_start() -> None:
+    registry = WorkerRegistry(lease_s=5.0, started_at=10.0)
+    registry.report(report("a"), now=10.0)
+    assert not registry.workers(14.9).is_complete
+    assert registry.workers(15.0).is_complete
