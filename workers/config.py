@@ -52,6 +52,27 @@ class WindowConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkConfig:
+    """How long a session's state waits for its next turn, in host memory.
+
+    Attributes:
+        capacity_bytes: most bytes of all states; 0 parks nothing.
+        time_to_live_s: seconds after which a state is worthless.
+    """
+
+    capacity_bytes: int = 256 << 20
+    time_to_live_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 0:
+            raise ConfigError("engine.parked.capacity_bytes", f"{self.capacity_bytes} is below 0")
+        if self.time_to_live_s <= 0:
+            raise ConfigError(
+                "engine.parked.time_to_live_s", f"{self.time_to_live_s} is not above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How an engine takes part in a hand-over.
 
@@ -89,6 +110,7 @@ class EngineConfig:
         kv_format: how cached rows are stored.
         transfer: hand-over settings.
         windows: which encoder windows are kept.
+        parked: how sessions' states are kept.
     """
 
     max_batched_tokens: int = 512
@@ -99,6 +121,7 @@ class EngineConfig:
     kv_format: KVFormat = KVFormat.PACKED
     transfer: TransferConfig = field(default_factory=TransferConfig)
     windows: WindowConfig = field(default_factory=WindowConfig)
+    parked: ParkConfig = field(default_factory=ParkConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):

@@ -68,7 +68,9 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         blocks = BlockCache(BlockPool(runner.num_blocks), runner.window)
-        self._prefixes = PrefixCache(blocks, runner.geometry, runner.layout_digest, config.windows)
+        self._prefixes = PrefixCache(
+            blocks, runner.geometry, runner.layout_digest, config.windows, config.parked, clock
+        )
         self._pages = PagePool(
             blocks,
             runner.num_blocks,
@@ -149,6 +151,10 @@ class EngineCore:
             if plan.window is not None:
                 window = self._prefixes.windows.take(plan.window)
                 self._runner.import_window(sequence.pages.slot, plan.passes[0].start, window)
+            if plan.parked is not None:
+                pages = sequence.pages
+                num_tokens = len(plan.parked.token_ids)
+                self._runner.import_image(pages.slot, pages.blocks, num_tokens, plan.parked.payload)
         job = Job(sequence, prefix, listener)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
@@ -334,6 +340,10 @@ class EngineCore:
         cut = output.windows.get(slot, {})
         job.prefix.keep_windows(job.sequence, cut, is_turn_over=is_over)
         if progress.finish is not None:
+            if job.prefix.parks:
+                pages, num_tokens = job.sequence.pages, job.sequence.committed
+                payload = self._runner.export_image(pages.slot, pages.blocks, num_tokens)
+                job.prefix.park(job.sequence, payload)
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot))
 

@@ -302,6 +302,14 @@ class TorchModelRunner:
     def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
         self.cache.import_window(slot, boundary, payload)
 
+    def export_image(self, slot: int, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
+        return torch.cat(self.cache.export_image(slot, block_table, num_tokens)).cpu()
+
+    def import_image(
+        self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
+    ) -> None:
+        self.cache.import_image(slot, block_table, num_tokens, payload.to(self.device))
+
     def release_slot(self, slot: int) -> None:
         self.cache.release_slot(slot)
 

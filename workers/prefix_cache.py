@@ -9,15 +9,17 @@ The first writer of an identity stays. The partial block at the end is never pub
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, HashContext
 from ripresa.workers.cache.block_record import BlockRecord, Producer
+from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
 from ripresa.workers.cache.window_pool import WindowPool
-from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.prompt_plan import (
     PromptPlan,
     block_identity,
@@ -25,7 +27,7 @@ from ripresa.workers.prompt_plan import (
     held_chain,
     re_execution,
 )
-from ripresa.workers.replay import PlanKind, Recipe
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode
 from ripresa.workers.replay_planner import plan_prefill
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
 from ripresa.workers.request import GenerationRequest
@@ -43,6 +45,8 @@ class PrefixCache:
         geometry: the model, as the replay rules see it.
         layout_digest: names model, weights, KV format and geometry.
         windows: which encoder windows are kept.
+        parked: how sessions' states are kept.
+        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -51,7 +55,12 @@ class PrefixCache:
         geometry: ReplayGeometry,
         layout_digest: bytes,
         windows: WindowConfig,
+        parked: ParkConfig,
+        clock: Callable[[], float],
     ) -> None:
+        self.parked = ParkedStates(parked.capacity_bytes)
+        self.time_to_live_s = parked.time_to_live_s
+        self.clock = clock
         self.blocks = blocks
         self.windows = WindowPool(
             0 if windows.policy is WindowPolicy.ZERO else windows.capacity_bytes
@@ -99,6 +108,9 @@ class RequestPrefix:
             return re_execution(
                 request.recipe, request.num_tokens, self._window, self._hashes, blocks, windows
             )
+        state = self._parked_state()
+        if state is not None:
+            return state
         query = PrefillQuery(
             geometry=geometry,
             num_tokens=request.num_tokens,
@@ -112,6 +124,50 @@ class RequestPrefix:
         if plan.recipe.kind is PlanKind.BOUNDED:
             self._cache.windows.miss(plan.chain[-1])
         return plan
+
+    def park(self, sequence: Sequence, payload: torch.Tensor) -> None:
+        """Keep the state of a turn that is over for the session's next one."""
+        request, cache = self._request, self._cache
+        assert request.session_id is not None
+        state = ParkedState(
+            token_ids=tuple(sequence.token_ids[: sequence.committed]),
+            recipe=sequence.recipe,
+            payload=payload,
+            expires=cache.clock() + cache.time_to_live_s,
+        )
+        cache.parked.put(request.tenant_salt, request.session_id, state)
+
+    @property
+    def parks(self) -> bool:
+        """Whether the request's state is worth keeping when its turn is over."""
+        cache = self._request.cache
+        return self._request.session_id is not None and cache.writes and cache.resumes
+
+    def _parked_state(self) -> PromptPlan | None:
+        """The plan of a session that goes on from its parked state; None if it cannot."""
+        request, cache = self._request, self._cache
+        if request.session_id is None or not (request.cache.resumes and request.cache.reads):
+            return None
+        if request.cache.mode is not ReplayMode.BOUNDED:
+            return None
+        state = cache.parked.find(
+            request.tenant_salt, request.session_id, request.token_ids, cache.clock()
+        )
+        if state is None:
+            return None
+        num_blocks = len(state.token_ids) // self._window
+        chain = held_chain(state.recipe, self._hashes[:num_blocks], self._window, cache.blocks)
+        if not state.image.is_covered_by(chain, self._window):
+            return None
+        query = PrefillQuery(
+            geometry=cache.geometry,
+            num_tokens=request.num_tokens,
+            chain=chain,
+            image=state.image,
+            tail=request.tail,
+            seed=request.sampling.seed,
+        )
+        return replace(first_execution(plan_prefill(query), chain), parked=state)
 
     def expected_chain(self) -> tuple[BlockIdentity, ...]:
         """Blocks that a hand-over will probably not have to bring."""
@@ -202,6 +258,8 @@ class RequestPrefix:
             return max(0, sequence.prefill_stop - self._window)
         if rows.start == 0:
             return 0
+        if recipe.kind is PlanKind.RESUME and rows.start == recipe.start:
+            return rows.start
         is_direct = (rows.start, rows.write_floor) == (recipe.start, recipe.write_floor)
         if is_direct and recipe.kind in (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW):
             return rows.start

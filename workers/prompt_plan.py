@@ -16,6 +16,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.parked_states import ParkedState
 from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.replay_plan import EncoderPass, PrefillPlan, encoder_passes
 
@@ -29,12 +30,14 @@ class PromptPlan:
         chain: cached blocks to adopt, contiguous from block 0.
         passes: encoder rows in order of computing.
         window: the held window that the first row goes on from; None for none.
+        parked: the session's state that the first row goes on from; None for none.
     """
 
     recipe: Recipe
     chain: tuple[BlockIdentity, ...]
     passes: tuple[EncoderPass, ...]
     window: BlockIdentity | None = None
+    parked: ParkedState | None = None
 
 
 def block_identity(

@@ -28,6 +28,7 @@ def plan_route(
     workers: Sequence[WorkerReport],
     pending: dict[str, int],
     avoid: Set[str] = frozenset(),
+    home: str | None = None,
 ) -> RoutePlan:
     """Choose the least loaded decode worker, and the least loaded encoder if there is any.
 
@@ -35,10 +36,17 @@ def plan_route(
         workers: the newest reports.
         pending: requests that this gateway sent to a worker and that are not over.
         avoid: workers that failed this request or refused it.
+        home: the decode worker that keeps the state of the request's session; None for none.
 
     Raises:
         Unavailable: no decode worker is left.
     """
+    if (
+        home is not None
+        and home not in avoid
+        and any(worker.worker_id == home and worker.kind is WorkerKind.DECODE for worker in workers)
+    ):
+        return RoutePlan(home, None, "the session's state is parked on this decode worker")
     decoder = least_loaded(workers, WorkerKind.DECODE, pending, avoid)
     if decoder is None:
         raise Unavailable("no decode worker is ready; retry, or check the cluster's status")

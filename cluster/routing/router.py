@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -40,6 +40,9 @@ from ripresa.workers.request import (
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 65536
+"""Sessions whose decode worker a gateway remembers; forgetting one costs a replay."""
 
 MAX_EXECUTIONS = 4
 """Executions of one request before its last error is the client's answer."""
@@ -95,6 +98,8 @@ class ClusterRouter:
         self._reserve_timeout_s = reserve_timeout_s
         self._pending: Counter[str] = Counter()
         self._running: dict[str, str] = {}
+        # The decode worker of each session's last turn, newest last.
+        self._homes: OrderedDict[tuple[bytes, str], str] = OrderedDict()
 
     async def ready(self) -> bool:
         return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
@@ -129,7 +134,7 @@ class ClusterRouter:
         placed = planned = False
         avoid: set[str] = set()
         for attempt in range(MAX_EXECUTIONS):
-            route = await self._place(avoid)
+            route = await self._place(avoid, self._home(prompt))
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -143,6 +148,7 @@ class ClusterRouter:
                                 execution.stream(event)
                                 yield event
                             case Finished():
+                                self._remember(prompt, route.decoder)
                                 yield execution.finish(event)
                                 return
                         if not planned and execution.recipe is not None:
@@ -153,12 +159,27 @@ class ClusterRouter:
                     raise
                 logger.warning("request %s is executed again: %s", prompt.request_id, error)
 
-    async def _place(self, avoid: set[str]) -> RoutePlan:
+    async def _place(self, avoid: set[str], home: str | None) -> RoutePlan:
         try:
-            return plan_route(self._view.workers(), self._pending, avoid)
+            return plan_route(self._view.workers(), self._pending, avoid, home)
         except Unavailable:
             await self._view.refresh()
-            return plan_route(self._view.workers(), self._pending, avoid)
+            return plan_route(self._view.workers(), self._pending, avoid, home)
+
+    def _home(self, prompt: PromptRequest) -> str | None:
+        """Where the prompt's session was served last, if it may go on from there."""
+        if prompt.session_id is None or not prompt.cache.resumes:
+            return None
+        return self._homes.get((prompt.tenant_salt, prompt.session_id))
+
+    def _remember(self, prompt: PromptRequest, decoder: str) -> None:
+        if prompt.session_id is None:
+            return
+        key = (prompt.tenant_salt, prompt.session_id)
+        self._homes[key] = decoder
+        self._homes.move_to_end(key)
+        if len(self._homes) > MAX_SESSIONS:
+            self._homes.popitem(last=False)
 
     def _may_retry(self, error: RipresaError, route: RoutePlan, avoid: set[str]) -> bool:
         """Whether another execution may do what this one did not."""

@@ -244,6 +244,33 @@ class HashMachine:
             for j in _window_rows(boundary):
                 ring[j] = next(values)
 
+    def export_image(self, slot: int, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
+        state = self._slots[slot]
+        partial = num_tokens % WINDOW
+        block = self._blocks[block_table[num_tokens // WINDOW]][:partial] if partial else []
+        values = [_present(entry) for entry in block]
+        values.append(-1 if state.pair is None else state.pair)
+        for ring in (*state.encoder, state.source, state.decoder):
+            values.append(len(ring))
+            for position, value in ring.items():
+                values += [position, value]
+        return _to_bytes(values)
+
+    def import_image(
+        self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
+    ) -> None:
+        values = iter(_from_bytes(payload))
+        state = Slot()
+        for index in range(num_tokens % WINDOW):
+            self._blocks[block_table[num_tokens // WINDOW]][index] = next(values)
+        pair = next(values)
+        state.pair = None if pair == -1 else pair
+        for ring in (*state.encoder, state.source, state.decoder):
+            for _ in range(next(values)):
+                position = next(values)
+                ring[position] = next(values)
+        self._slots[slot] = state
+
     def release_slot(self, slot: int) -> None:
         with self._lock:
             if slot in self._running:
@@ -303,6 +330,8 @@ def reference_stream(
     source_first = first
     if recipe.tail is TailVariant.LAYER_EXACT:
         source_first = max(recipe.start, first - WINDOW + 1)
+        if recipe.source_floor is not None:
+            source_first = recipe.source_floor
     encoder = ReferenceEncoder(recipe.restarts)
     encoded = encoder.encoded
     decoded: dict[int, int] = {}

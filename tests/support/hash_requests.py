@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 from hash_machine import VOCABULARY, WINDOW
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.prompt_plan import PromptPlan, re_execution
-from ripresa.workers.replay import TailVariant, cold_recipe
-from ripresa.workers.request import GenerationRequest, SamplingParams
+from ripresa.workers.replay import Recipe, TailVariant, cold_recipe
+from ripresa.workers.request import CacheUse, GenerationRequest, PrefillDone, SamplingParams
+
+if TYPE_CHECKING:
+    from split_cluster import Stream
 
 
 def make_request(
@@ -45,3 +49,35 @@ def cold_plan(request: GenerationRequest) -> PromptPlan:
     assert request.recipe is not None
     nothing: frozenset[BlockIdentity] = frozenset()
     return re_execution(request.recipe, request.num_tokens, WINDOW, (), nothing, nothing)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(2, VOCABULARY), k=length))
+
+
+def ask(
+    token_ids: tuple[int, ...],
+    request_id: str = "r",
+    *,
+    max_tokens: int = 6,
+    tail: TailVariant = TailVariant.FLOORED,
+    cache: CacheUse | None = None,
+    salt: bytes = b"",
+) -> GenerationRequest:
+    """A first execution: whoever runs the encoder rows fixes the recipe."""
+    return GenerationRequest(
+        request_id=request_id,
+        generation=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        recipe=None,
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5),
+        tail=tail,
+        cache=cache or CacheUse(),
+        tenant_salt=salt,
+    )
+
+
+def recipe_of(stream: Stream) -> Recipe:
+    """The recipe that a stream reports."""
+    return next(event.recipe for event in stream.events if isinstance(event, PrefillDone))

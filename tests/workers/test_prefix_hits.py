@@ -13,12 +13,11 @@ import pytest
 from hash_machine import (
     NUM_ENCODER_LAYERS,
     REWIND,
-    VOCABULARY,
     WINDOW,
     HashMachine,
     reference_stream,
 )
-from hash_requests import make_request
+from hash_requests import ask, make_request, prompt, recipe_of
 from split_cluster import (
     CONFIG,
     SplitCluster,
@@ -34,7 +33,7 @@ from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
-from ripresa.workers.request import CacheUse, GenerationRequest, PrefillDone, SamplingParams
+from ripresa.workers.request import CacheUse, GenerationRequest
 
 FULL = WindowConfig(WindowPolicy.FULL)
 WINDOWS = (
@@ -46,37 +45,6 @@ WINDOWS = (
     WindowConfig(WindowPolicy.FULL, capacity_bytes=4 * 8 * WINDOW * NUM_ENCODER_LAYERS),
 )
 TAILS = (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL)
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(2, VOCABULARY), k=length))
-
-
-def ask(
-    token_ids: tuple[int, ...],
-    request_id: str = "r",
-    *,
-    max_tokens: int = 6,
-    tail: TailVariant = TailVariant.FLOORED,
-    cache: CacheUse | None = None,
-    salt: bytes = b"",
-) -> GenerationRequest:
-    """A first execution: whoever runs the encoder rows fixes the recipe."""
-    return GenerationRequest(
-        request_id=request_id,
-        generation=0,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        recipe=None,
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5),
-        tail=tail,
-        cache=cache or CacheUse(),
-        tenant_salt=salt,
-    )
-
-
-def recipe_of(stream: Stream) -> Recipe:
-    return next(event.recipe for event in stream.events if isinstance(event, PrefillDone))
 
 
 def check(request: GenerationRequest, stream: Stream) -> Recipe:

@@ -26,6 +26,7 @@ from ripresa.workers.request import (
     PrefillDone,
     Reserved,
     SamplingParams,
+    Tokens,
 )
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.transfer.inbound import InboundTransfers
@@ -229,6 +230,36 @@ async def test_going_on_from_a_window_equals_a_cold_run_bit_for_bit(
         answers.append(stacked(logits))
         await engine.stop()
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("num_new", [1, 5, 8, 21])
+@pytest.mark.parametrize("length", [37, 40, 43])
+async def test_a_parked_session_goes_on_bit_for_bit(
+    tokens: tuple[int, ...], length: int, num_new: int
+) -> None:
+    """The continuation of the same recipe, from the image and from nothing."""
+    prompt = (tokens * 3)[:118]
+    model = Observed()
+    engine = DecodeEngine("d0", model.runner, CONFIG)
+    await engine.start()
+    request = replace(ask(prompt[:length], max_tokens=6), session_id="s")
+    said = [event async for event in engine.generate(request, local=True)]
+    answer = tuple(t for e in said if isinstance(e, Tokens) for t in e.token_ids)
+    longer = replace(
+        ask((*prompt[:length], *answer, *prompt[60 : 60 + num_new]), max_tokens=9), session_id="s"
+    )
+    with model.watched() as resumed:
+        recipe = await run(engine, longer)
+    assert (recipe.kind, recipe.start) == (PlanKind.RESUME, length + 5)
+    await engine.stop()
+    other = Observed()
+    engine = DecodeEngine("d0", other.runner, CONFIG)
+    await engine.start()
+    with other.watched() as computed:
+        assert await run(engine, replace(longer, recipe=recipe)) == recipe
+    for position, logits in resumed.items():
+        assert torch.equal(logits, computed[position])
+    await engine.stop()
 
 
 async def test_a_re_execution_elsewhere_equals_the_undisturbed_stream(

@@ -186,8 +186,9 @@ class KVCache:
         source_window: bool,
     ) -> list[torch.Tensor]:
         """A STATE section without its encoder output rows: flat uint8 parts, in order."""
-        parts = self._state_parts(slot, block_table, num_tokens, output_start, source_window)
-        return [memory[index].view(torch.uint8).flatten() for memory, index in parts]
+        return _export(
+            self._state_parts(slot, block_table, num_tokens, output_start, source_window)
+        )
 
     def import_state(
         self,
@@ -199,16 +200,43 @@ class KVCache:
         payload: torch.Tensor,
     ) -> torch.Tensor:
         """Store a STATE section; returns the rest of the payload (encoder output rows)."""
-        offset = 0
-        for memory, index in self._state_parts(
-            slot, block_table, num_tokens, output_start, source_window
-        ):
-            size = len(index) * memory[0].nbytes
-            # A copy, since other formats' parts leave float32 ones at any byte.
-            part = payload[offset : offset + size].clone().view(memory.dtype)
-            memory[index] = part.view(len(index), *memory.shape[1:])
-            offset += size
-        return payload[offset:]
+        parts = self._state_parts(slot, block_table, num_tokens, output_start, source_window)
+        return _import(parts, payload)
+
+    def export_image(
+        self, slot: int, block_table: Sequence[int], num_tokens: int
+    ) -> list[torch.Tensor]:
+        """All of a sequence but its whole blocks: flat uint8 parts, in order."""
+        return _export(self._image_parts(slot, block_table, num_tokens))
+
+    def import_image(
+        self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
+    ) -> None:
+        """Store what `export_image` made of as many tokens."""
+        _import(self._image_parts(slot, block_table, num_tokens), payload)
+
+    def _image_parts(
+        self, slot: int, block_table: Sequence[int], num_tokens: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        parts = self._partial_parts(block_table, num_tokens)
+        rows = self.ring_index(slot, 0, self.layout.ring_rows)
+        parts += [(ring, rows) for ring in self.rings.values()]
+        here = torch.tensor([slot], device=self.device)
+        return parts + [(pair, here) for pair in self.open_pairs.values()]
+
+    def _partial_parts(
+        self, block_table: Sequence[int], num_tokens: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The entries of the block that is not full."""
+        layout = self.layout
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        partial = num_tokens % layout.window
+        if partial:
+            last = [block_table[num_tokens // layout.window]]
+            for pool in layout.pools:
+                index = self.entry_index(last, pool.ratio)[: partial // pool.ratio]
+                parts += [(self.main[pool.layer], index), (self.keys[pool.layer], index)]
+        return parts
 
     def _state_parts(
         self,
@@ -219,13 +247,7 @@ class KVCache:
         source_window: bool,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         layout = self.layout
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        partial = num_tokens % layout.window
-        if partial:
-            last = [block_table[num_tokens // layout.window]]
-            for pool in layout.pools:
-                index = self.entry_index(last, pool.ratio)[: partial // pool.ratio]
-                parts += [(self.main[pool.layer], index), (self.keys[pool.layer], index)]
+        parts = self._partial_parts(block_table, num_tokens)
         rows = self.ring_index(slot, max(0, num_tokens - layout.window), num_tokens)
         parts += [(self.rings[layer], rows) for layer in range(layout.split)]
         if num_tokens % 2:
@@ -235,3 +257,21 @@ class KVCache:
             start = layout.source_window_start(output_start)
             parts.append((self.rings[layout.split], self.ring_index(slot, start, output_start)))
         return parts
+
+
+def _export(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    return [memory[index].view(torch.uint8).flatten() for memory, index in parts]
+
+
+def _import(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], payload: torch.Tensor
+) -> torch.Tensor:
+    """Store parts one after another; returns the rest of the payload."""
+    offset = 0
+    for memory, index in parts:
+        size = len(index) * memory[0].nbytes
+        # A copy, since other formats' parts leave float32 ones at any byte.
+        part = payload[offset : offset + size].clone().view(memory.dtype)
+        memory[index] = part.view(len(index), *memory.shape[1:])
+        offset += size
+    return payload[offset:]

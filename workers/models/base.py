@@ -121,5 +121,12 @@ class ModelRunner(Protocol):
     def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
         """Put a window that a step cut at `boundary` into a slot's rings."""
 
+    def export_image(self, slot: int, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """A sequence's state but whole blocks, uint8: all rings, open pairs, the partial block."""
+
+    def import_image(
+        self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
+    ) -> None: ...
+
     def release_slot(self, slot: int) -> None:
         """Forget a slot's rings and open pairs: nothing of it may be readable by the next one."""

@@ -37,11 +37,18 @@ def check_recipe(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
         )
     if recipe.tail is TailVariant.EXACT:
         raise _tail_exact("recipe.tail")
-    if recipe.anchor_interval is not None or recipe.kind in (PlanKind.ANCHOR, PlanKind.RESUME):
+    if recipe.anchor_interval is not None or recipe.kind is PlanKind.ANCHOR:
         raise InvalidArgument(
             "recipe.kind", f"kind {recipe.kind} cannot be followed yet; start the request afresh"
         )
     _check_floors(recipe, num_prompt_tokens, window)
+    if recipe.kind is PlanKind.RESUME:
+        # An image's own floor, or that of a fresh tail.
+        if not 0 <= recipe.decoder_start < num_prompt_tokens:
+            raise InvalidArgument(
+                "recipe.decoder_start", f"{recipe.decoder_start} is not in the prompt"
+            )
+        return
     expected = decoder_start(num_prompt_tokens, window, recipe.tail, recipe.start)
     if recipe.decoder_start != expected:
         raise InvalidArgument(
@@ -58,7 +65,8 @@ def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
         raise InvalidArgument(
             "recipe.kind", f"kind {recipe.kind} does not go with write floor {floor}"
         )
-    if floor % window or not 0 <= floor < num_prompt_tokens:
+    is_aligned = floor % window == 0 or recipe.kind is PlanKind.RESUME
+    if not is_aligned or not 0 <= floor < num_prompt_tokens:
         raise InvalidArgument(
             "recipe.write_floor",
             f"{floor} is no block boundary in a prompt of {num_prompt_tokens} tokens",

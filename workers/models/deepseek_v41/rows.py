@@ -211,7 +211,9 @@ class Rows:
         """The entries that these rows complete, except below a run's write floor."""
         stop = self._start + self._count
         write_floor = np.array([run.write_floor for run in self.runs], dtype=np.int64)
-        first_entry = np.maximum(self._start // ratio, -(-write_floor // ratio))
+        # A run from its write floor on may begin with the open pair of a parked state.
+        written_from = np.where(self._start >= write_floor, 0, -(-write_floor // ratio))
+        first_entry = np.maximum(self._start // ratio, written_from)
         count = np.maximum(stop // ratio - first_entry, 0)
         entry = _ranges(first_entry, count)
         run = np.repeat(np.arange(len(stop)), count)

@@ -1,0 +1,97 @@
+"""Which conversations could go on here as if they had never paused?
+
+After a turn the whole state of its request stays in host memory, by session: rings of all layers,
+the open pair, the partial block. Whole blocks are not part of it: they stay in the block cache, and
+without them the image is worthless. An image is for exactly its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from ripresa.workers.replay import Recipe
+from ripresa.workers.replay_query import ParkedImage
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedState:
+    """One request's state after its last row.
+
+    Attributes:
+        token_ids: tokens of all processed positions; the last sampled one is not among them.
+        recipe: what the request followed.
+        payload: uint8, as the runner's `import_image` takes it.
+        expires: engine clock in seconds from which on it is worthless.
+    """
+
+    token_ids: tuple[int, ...]
+    recipe: Recipe
+    payload: torch.Tensor
+    expires: float
+
+    @property
+    def image(self) -> ParkedImage:
+        """As the planner sees it."""
+        recipe = self.recipe
+        return ParkedImage(
+            num_tokens=len(self.token_ids),
+            swa_floor=recipe.swa_floor,
+            decoder_start=recipe.decoder_start,
+            source_floor=recipe.source_floor,
+            restarts=recipe.restarts,
+            tail=recipe.tail,
+        )
+
+
+class ParkedStates:
+    """The newest state of each session; the least recently parked ones make room.
+
+    Args:
+        capacity_bytes: most bytes of payloads.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._held: OrderedDict[tuple[bytes, str], ParkedState] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def put(self, tenant_salt: bytes, session_id: str, state: ParkedState) -> None:
+        """Keep a session's state in place of an older one, if it fits at all."""
+        self.drop(tenant_salt, session_id)
+        if state.payload.nbytes > self._capacity_bytes:
+            return
+        while self._num_bytes + state.payload.nbytes > self._capacity_bytes:
+            self.drop(*next(iter(self._held)))
+        self._held[tenant_salt, session_id] = state
+        self._num_bytes += state.payload.nbytes
+
+    def find(
+        self, tenant_salt: bytes, session_id: str, token_ids: tuple[int, ...], now: float
+    ) -> ParkedState | None:
+        """The session's state if it is for a true prefix of these tokens and not overdue."""
+        state = self._held.get((tenant_salt, session_id))
+        if state is None:
+            return None
+        if now >= state.expires:
+            self.drop(tenant_salt, session_id)
+            return None
+        num_tokens = len(state.token_ids)
+        if num_tokens >= len(token_ids) or state.token_ids != token_ids[:num_tokens]:
+            return None
+        return state
+
+    def drop(self, tenant_salt: bytes, session_id: str) -> None:
+        """Forget a session's state. Idempotent."""
+        state = self._held.pop((tenant_salt, session_id), None)
+        if state is not None:
+            self._num_bytes -= state.payload.nbytes
