@@ -81,7 +81,6 @@ def build_app(config: ClusterConfig) -> Application:
             weights_digest=model_digest(folder, model),
         ),
         tokenizer_file=str(config.model.tokenizer_file),
-        window=model.sliding_window,
         grpc_host=gateway.grpc_host,
         grpc_port=gateway.grpc_port,
         max_message_bytes=gateway.max_message_bytes,

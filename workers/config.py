@@ -17,6 +17,40 @@ class Numerics(StrEnum):
     FAST = "fast"
 
 
+class WindowPolicy(StrEnum):
+    """Which encoder windows are kept, beside the last three of a finished turn.
+
+    ZERO: none at all. JUNCTION: where a replay was for want of one. PERIODIC: every `period`
+    tokens. FULL: every block boundary.
+    """
+
+    ZERO = "zero"
+    JUNCTION = "junction"
+    PERIODIC = "periodic"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowConfig:
+    """Which windows a worker keeps for later requests, in host memory.
+
+    Attributes:
+        policy: which ones.
+        period: tokens between two of policy `periodic`; a multiple of the window.
+        capacity_bytes: most bytes of all windows.
+    """
+
+    policy: WindowPolicy = WindowPolicy.JUNCTION
+    period: int = 4096
+    capacity_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigError("engine.windows.period", f"{self.period} is below 1")
+        if self.capacity_bytes < 0:
+            raise ConfigError("engine.windows.capacity_bytes", f"{self.capacity_bytes} is below 0")
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How an engine takes part in a hand-over.
@@ -54,6 +88,7 @@ class EngineConfig:
         numerics: whether results may depend on batch mates in rounding.
         kv_format: how cached rows are stored.
         transfer: hand-over settings.
+        windows: which encoder windows are kept.
     """
 
     max_batched_tokens: int = 512
@@ -63,6 +98,7 @@ class EngineConfig:
     numerics: Numerics = Numerics.DETERMINISTIC
     kv_format: KVFormat = KVFormat.PACKED
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    windows: WindowConfig = field(default_factory=WindowConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):

@@ -24,6 +24,7 @@ from ripresa.workers.request import (
     Finished,
     GenerationRequest,
     PrefillDone,
+    RecipeFixed,
     Reserved,
     Tokens,
 )
@@ -37,14 +38,13 @@ logger = logging.getLogger(__name__)
 class _Stream:
     """The events of one request, and the encoder output its tail starts from."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
+    def __init__(self) -> None:
         self.events: asyncio.Queue[EngineEvent] = asyncio.Queue()
         self.inbound: InboundHandOver | None = None
 
     def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
         if progress.is_prefill_done:
-            self.events.put_nowait(PrefillDone(self._request.recipe))
+            self.events.put_nowait(PrefillDone(progress.sequence.recipe))
         if progress.token is not None and progress.token_position is not None:
             self.events.put_nowait(Tokens(progress.token_position, (progress.token,)))
         if progress.finish is not None:
@@ -109,6 +109,8 @@ class DecodeEngine:
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
+        RecipeFixed comes before PrefillDone if Reserved has no recipe.
+
         Closing the iterator, or cancelling the task that reads it, ends the work within a step.
         A stop token is not in any Tokens event; Finished names it and counts it.
 
@@ -118,7 +120,7 @@ class DecodeEngine:
         Raises:
             RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
         """
-        stream = _Stream(request)
+        stream = _Stream()
         job = await self._core.admit(request, stream, is_inbound=not local)
         self._streams[job] = stream
         try:
@@ -126,7 +128,8 @@ class DecodeEngine:
                 self._core.begin(job)
             else:
                 self._core.wait_at_most(job, self._hand_over_timeout_s)
-            yield Reserved(self._worker_id, local)
+            recipe = job.sequence.recipe if job.sequence.is_fixed else None
+            yield Reserved(self._worker_id, local, recipe)
             while True:
                 event = await stream.events.get()
                 yield event
@@ -162,12 +165,15 @@ class DecodeEngine:
                     f"is {'missing' if inbound is None else inbound.state}",
                 )
 
-    def open(self, manifest: Manifest) -> None:
+    def open(self, manifest: Manifest) -> int:
         """Accept an offer for a request that waits here, in place of an older or failed one.
+
+        The request follows the manifest's recipe from now on. Returns the first block to send.
 
         Raises:
             RipresaError: NOT_FOUND (no such request waits), FAILED_PRECONDITION (stale, or of
-                another layout, length or recipe), ALREADY_EXISTS (its state has arrived).
+                another layout, length or recipe), ALREADY_EXISTS (its state has arrived),
+                INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE (see `EngineCore.fix`).
         """
         job, stream = self._waiting(manifest)
         request = job.request
@@ -175,19 +181,27 @@ class DecodeEngine:
             raise _refused("its KV layout differs; run one model and configuration everywhere")
         inbound = stream.inbound
         if inbound is not None and inbound.is_open and inbound.manifest == manifest:
-            return
+            return inbound.first_block
         newest = request.generation - 1 if inbound is None else inbound.manifest.generation
         if manifest.generation <= newest:
             raise _refused(f"generation {manifest.generation} is stale, {newest} was seen")
-        if (manifest.num_tokens, manifest.recipe) != (request.num_tokens, request.recipe):
-            raise _refused("its length or recipe differs from the reserved request's")
-        if manifest.first_block != 0:
-            raise _refused(f"it starts at block {manifest.first_block}; nothing is held here")
+        if manifest.num_tokens != request.num_tokens:
+            raise _refused("its length differs from the reserved request's")
+        was_fixed = job.sequence.is_fixed
+        num_held = self._core.fix(job, manifest.recipe)
+        if not was_fixed:
+            stream.events.put_nowait(RecipeFixed(manifest.recipe))
+        if manifest.first_block > num_held:
+            raise _refused(
+                f"it starts at block {manifest.first_block}; {num_held} blocks are held here"
+            )
         if inbound is not None and inbound.is_open:
             inbound.move(TransferState.FAILED)
-        stream.inbound = InboundHandOver(manifest, request.num_tokens // self._runner.window)
+        num_blocks = request.num_tokens // self._runner.window
+        stream.inbound = InboundHandOver(manifest, num_blocks, num_held)
         # From here to `complete` or `fail` the transfer layer watches the sender.
         self._core.wait_at_most(job, None)
+        return num_held
 
     def section_bytes(self, manifest: Manifest, section: Section) -> int:
         """Bytes that this worker's own layout derives for a section.

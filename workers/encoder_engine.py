@@ -47,7 +47,7 @@ class _Prompt:
     def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
         if encoder_output is not None:
             self._outputs.append(encoder_output)
-        self.position = progress.step.encoder_stop
+        self.position = progress.sequence.committed
         self.is_done = progress.is_prefill_done
         self._moved.set()
 
@@ -118,6 +118,7 @@ class EncoderEngine:
         """
         prompt = _Prompt()
         job = await self._core.admit(request, prompt)
+        prompt.position = job.sequence.committed
         try:
             async with prompt.scope:
                 return await self._hand_over(job, prompt, receiver)
@@ -153,7 +154,7 @@ class EncoderEngine:
             layout_digest=self._runner.layout_digest,
             num_tokens=request.num_tokens,
             first_block=0,
-            recipe=request.recipe,
+            recipe=job.sequence.recipe,
         )
         transfer = await self._backend.offer(receiver, manifest)
         try:
@@ -170,10 +171,13 @@ class EncoderEngine:
         return replace(job.sequence.counters, transfer_bytes=transfer.num_bytes_sent)
 
     async def _send_blocks(self, job: Job, prompt: _Prompt, transfer: OutboundTransfer) -> int:
-        """Send all whole blocks in order, as they are finished. Returns the sections sent."""
+        """Send the whole blocks that the receiver lacks, in order, as they are finished.
+
+        Returns the sections sent.
+        """
         window = self._runner.window
         num_blocks = job.request.num_tokens // window
-        sent = 0
+        sent = transfer.first_block
         index = 0
         while sent < num_blocks:
             await prompt.beyond((sent + 1) * window - 1)
@@ -199,6 +203,6 @@ class EncoderEngine:
             job.sequence.pages.blocks,
             request.num_tokens,
             prompt.tail_output(),
-            request.recipe.tail is TailVariant.LAYER_EXACT,
+            job.sequence.recipe.tail is TailVariant.LAYER_EXACT,
         )
         await transfer.send(Section(index, SectionKind.STATE, 0, 0, payload.numel()), payload)

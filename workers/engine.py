@@ -15,15 +15,20 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
 from ripresa.workers.job import Job, Listener
 from ripresa.workers.models.base import ModelRunner, StepOutput
+from ripresa.workers.prefix_cache import PrefixCache
+from ripresa.workers.replay import Recipe
 from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
+from ripresa.workers.scheduling.admission import check_recipe
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
 
@@ -62,8 +67,11 @@ class EngineCore:
             )
         self._runner = runner
         self._clock = clock
+        blocks = BlockCache(BlockPool(runner.num_blocks), runner.window)
+        self._prefixes = PrefixCache(blocks, runner.geometry, runner.layout_digest, config.windows)
         self._pages = PagePool(
-            BlockPool(runner.num_blocks),
+            blocks,
+            runner.num_blocks,
             SlotPool(config.max_num_seqs),
             runner.window,
             self._on_release,
@@ -74,6 +82,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             eos_token_id=runner.eos_token_id,
         )
+        self._role = role
         self._scheduler = Scheduler(role, self._pages, limits)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
         self._by_slot: dict[int, Job] = {}
@@ -104,7 +113,7 @@ class EngineCore:
     async def admit(
         self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
     ) -> Job:
-        """Reserve the request's pages; it computes nothing before `begin`.
+        """Adopt what is cached, reserve the other pages; nothing is computed before `begin`.
 
         Raises:
             RipresaError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE (not running),
@@ -129,7 +138,18 @@ class EngineCore:
                 )
             self.fail(old, RipresaError(ErrorCode.CANCELLED, "replaced by a newer execution"))
             await old.released.wait()
-        job = Job(self._scheduler.add(request, is_inbound=is_inbound), listener)
+        prefix = self._prefixes.open(request)
+        if is_inbound:
+            sequence = self._scheduler.add(request, None, prefix.expected_chain())
+            if request.recipe is not None:
+                sequence.fix(request.recipe)
+        else:
+            plan = prefix.plan()
+            sequence = self._scheduler.add(request, plan)
+            if plan.window is not None:
+                window = self._prefixes.windows.take(plan.window)
+                self._runner.import_window(sequence.pages.slot, plan.passes[0].start, window)
+        job = Job(sequence, prefix, listener)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
         return job
@@ -137,7 +157,38 @@ class EngineCore:
     def begin(self, job: Job) -> None:
         """The request may compute from the next step on."""
         self._scheduler.begin(job.sequence)
+        job.prefix.publish(job.sequence)
         self._wake.set()
+
+    def fix(self, job: Job, recipe: Recipe) -> int:
+        """Follow the recipe that the sender of a waiting request's state has fixed.
+
+        Returns how many leading blocks are held in its lineage and need not be sent.
+
+        Raises:
+            RipresaError: INVALID_ARGUMENT (no such recipe exists), FAILED_PRECONDITION (it is not
+                this request's), UNAVAILABLE (an earlier sender has fixed another one),
+                RESOURCE_EXHAUSTED (blocks of another lineage cannot be replaced).
+        """
+        request = job.request
+        check_recipe(recipe, request.num_prompt_tokens, self._runner.window)
+        fixed = (request.tail, request.sampling.seed)
+        is_own = (
+            (recipe.tail, recipe.seed) == fixed
+            if request.recipe is None
+            else recipe == request.recipe
+        )
+        if not is_own:
+            raise RipresaError(
+                ErrorCode.FAILED_PRECONDITION,
+                "the recipe differs from the reserved request's; send what was asked for",
+            )
+        if job.sequence.is_fixed and recipe != job.sequence.recipe:
+            raise Unavailable("an earlier execution fixed another recipe; follow that one")
+        chain = job.prefix.chain(recipe)
+        self._pages.exchange(job.sequence.pages, chain)
+        job.sequence.fix(recipe)
+        return len(chain)
 
     def wait_at_most(self, job: Job, timeout_s: float | None) -> None:
         """Fail the request if it has not begun `timeout_s` from now; None takes the limit away."""
@@ -189,7 +240,7 @@ class EngineCore:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_blocks=self._pages.num_blocks,
-            num_free_blocks=self._pages.num_free_blocks,
+            num_free_blocks=self._pages.num_available_blocks,
             num_steps=self._scheduler.num_steps,
             counters=WorkCounters(
                 encoder_rows=rows.encoder_rows,
@@ -204,6 +255,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
         self._scheduler.check_integrity()
+        self._prefixes.windows.check_integrity()
         for slot, job in self._by_slot.items():
             if job.sequence.pages.slot != slot or job.released.is_set():
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} belongs to no live request")
@@ -227,10 +279,20 @@ class EngineCore:
                 if plan is None:
                     await self._sleep()
                 else:
-                    await self._step(plan)
+                    await self._step(self._with_windows(plan))
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
+
+    def _with_windows(self, plan: StepPlan) -> StepPlan:
+        """The plan with the windows that its rows should leave behind."""
+        steps = []
+        for step in plan.sequences:
+            job = self._by_slot[step.slot]
+            rows = (step.encoder_start, step.encoder_stop)
+            cut = job.prefix.windows_to_cut(job.sequence, *rows)
+            steps.append(replace(step, cut_windows=cut) if cut else step)
+        return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
         """Until something can be computed or the next request is due."""
@@ -265,6 +327,12 @@ class EngineCore:
     def _tell(self, progress: Progress, output: StepOutput) -> None:
         slot = progress.step.slot
         job = self._by_slot[slot]
+        job.prefix.publish(job.sequence)
+        is_over = progress.finish is not None or (
+            progress.is_prefill_done and self._role is WorkerRole.ENCODER
+        )
+        cut = output.windows.get(slot, {})
+        job.prefix.keep_windows(job.sequence, cut, is_turn_over=is_over)
         if progress.finish is not None:
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot))

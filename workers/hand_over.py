@@ -19,6 +19,7 @@ class InboundHandOver:
     Args:
         manifest: what was offered and accepted.
         num_whole_blocks: floor(L / W).
+        first_block: the first one that is sent.
 
     Attributes:
         state: OFFERED until the first section is stored.
@@ -32,16 +33,18 @@ class InboundHandOver:
         "_num_whole_blocks",
         "_state",
         "encoder_output",
+        "first_block",
         "manifest",
         "num_bytes",
     )
 
-    def __init__(self, manifest: Manifest, num_whole_blocks: int) -> None:
+    def __init__(self, manifest: Manifest, num_whole_blocks: int, first_block: int) -> None:
         self.manifest = manifest
         self.encoder_output: EncoderOutput | None = None
         self.num_bytes = 0
         self._num_whole_blocks = num_whole_blocks
-        self._next_block = manifest.first_block
+        self.first_block = first_block
+        self._next_block = first_block
         self._next_index = 0
         self._state = TransferState.OFFERED
 

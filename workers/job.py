@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.models.base import EncoderOutput
+from ripresa.workers.prefix_cache import RequestPrefix
 from ripresa.workers.request import GenerationRequest
 from ripresa.workers.scheduling.scheduler import Progress
 from ripresa.workers.sequence import Sequence, SequenceStatus
@@ -30,6 +31,7 @@ class Job:
 
     Attributes:
         sequence: its rows and pages.
+        prefix: its blocks by name.
         listener: who hears of it.
         released: set once its pages are free.
         error: why it failed, if it did.
@@ -37,10 +39,11 @@ class Job:
             as long as its deadline allows.
     """
 
-    __slots__ = ("error", "listener", "patience_until", "released", "sequence")
+    __slots__ = ("error", "listener", "patience_until", "prefix", "released", "sequence")
 
-    def __init__(self, sequence: Sequence, listener: Listener) -> None:
+    def __init__(self, sequence: Sequence, prefix: RequestPrefix, listener: Listener) -> None:
         self.sequence = sequence
+        self.prefix = prefix
         self.listener = listener
         self.released = asyncio.Event()
         self.error: RipresaError | None = None

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
-from ripresa.workers.cache.kv_layout import KVFormat, KVLayout, PoolSpec
+from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import Numerics
 from ripresa.workers.errors import ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
@@ -24,6 +24,7 @@ from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as com
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 
@@ -97,6 +98,12 @@ class TorchModelRunner:
         return self.layout.window
 
     @property
+    def geometry(self) -> ReplayGeometry:
+        split = self.config.split
+        num_decoder_layers = self.config.num_hidden_layers - split
+        return ReplayGeometry(self.window, REWIND_TOKENS, split, num_decoder_layers)
+
+    @property
     def layout_digest(self) -> bytes:
         return self.layout.digest
 
@@ -135,7 +142,15 @@ class TorchModelRunner:
         if not steps:
             return {}
         runs = [
-            Run(s.slot, s.encoder_start, s.encoder_stop, s.swa_floor, s.write_floor, s.block_table)
+            Run(
+                s.slot,
+                s.encoder_start,
+                s.encoder_stop,
+                s.swa_floor,
+                s.write_floor,
+                s.block_table,
+                s.cut_windows,
+            )
             for s in steps
         ]
         rows = self._rows(runs)
@@ -149,6 +164,7 @@ class TorchModelRunner:
             table_rows = self._engram.lookup(looked_up)
         streams, pre = self._model.encode(rows, token_ids, stops, table_rows)
         output.num_encoder_rows = rows.num_rows
+        self._take_windows(steps, output)
         encoded: dict[int, EncoderOutput] = {}
         first = 0
         for step in steps:
@@ -160,6 +176,18 @@ class TorchModelRunner:
                 start = max(step.hand_over_from, step.encoder_start)
                 output.encoder_output[step.slot] = _slice(mine, start, step.encoder_stop)
         return encoded
+
+    def _take_windows(self, steps: Sequence[SequenceStep], output: StepOutput) -> None:
+        """Give the windows that the layers cut to the sequences that asked for them."""
+        asked = [(s.slot, boundary) for s in steps for boundary in s.cut_windows]
+        if not asked:
+            return
+        cut = self.cache.cut_rows
+        layers = torch.stack([cut.pop(layer) for layer in range(self.layout.split)])
+        windows = layers.view(self.layout.split, len(asked), -1)
+        for number, (slot, boundary) in enumerate(asked):
+            payload = windows[:, number].contiguous().cpu().flatten()
+            output.windows.setdefault(slot, {})[boundary] = payload
 
     def _decode(
         self,
@@ -270,6 +298,9 @@ class TorchModelRunner:
         values = rest.clone().view(torch.float32)
         hidden, pre_mix = values.split((rows * n * d, rows * n))
         return EncoderOutput(output_start, hidden.view(rows, n, d), pre_mix.view(rows, n))
+
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        self.cache.import_window(slot, boundary, payload)
 
     def release_slot(self, slot: int) -> None:
         self.cache.release_slot(slot)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ripresa.workers.errors import RipresaError
-from ripresa.workers.replay import Recipe
+from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a request may take from and leave in the workers' prefix caches.
+
+    Attributes:
+        mode: which cached blocks it may reuse.
+        reads: it may reuse state that is cached or parked.
+        writes: others may reuse what it computes.
+        resumes: it may go on from its session's parked state.
+    """
+
+    mode: ReplayMode = ReplayMode.BOUNDED
+    reads: bool = True
+    writes: bool = True
+    resumes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt for the engines, identical on every worker that takes part.
 
@@ -41,18 +58,27 @@ class GenerationRequest:
         generation: raised by one on every re-execution; messages of older ones are stale.
         token_ids: prompt, followed by tokens that an earlier execution already streamed.
         num_prompt_tokens: how many of `token_ids` are prompt.
-        recipe: what to compute, read and write.
+        recipe: what the first execution computed, read and wrote, to be followed; None for the
+            first execution itself: the worker that runs the encoder rows fixes it.
         sampling: how to choose tokens.
         deadline: seconds since the epoch after which the work is worthless; None for none.
+        tail: which rows the decoder half of the prefill reads, if no recipe says it.
+        cache: what it may reuse, and leave for others.
+        tenant_salt: secret of the tenant: requests with different ones share nothing.
+        session_id: the conversation whose next turn this is; None for none.
     """
 
     request_id: str
     generation: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    recipe: Recipe
+    recipe: Recipe | None
     sampling: SamplingParams
     deadline: float | None = None
+    tail: TailVariant = TailVariant.FLOORED
+    cache: CacheUse = field(default_factory=CacheUse)
+    tenant_salt: bytes = b""
+    session_id: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -76,10 +102,19 @@ class Reserved:
     Attributes:
         worker_id: the decode worker that holds them.
         local: the decode worker prefills by itself; no encoder is needed.
+        recipe: fixed; None while the encoder worker has yet to fix it.
     """
 
     worker_id: str
     local: bool
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFixed:
+    """The encoder worker has fixed the recipe that `Reserved` lacked. Sent once."""
+
+    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +159,7 @@ class Failed:
     error: RipresaError
 
 
-EngineEvent = Reserved | PrefillDone | Tokens | Finished | Failed
+EngineEvent = Reserved | RecipeFixed | PrefillDone | Tokens | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +169,8 @@ class EngineStats:
     Attributes:
         num_running: requests in prefill or decode.
         num_waiting: requests that hold pages and wait for a transfer.
-        num_blocks, num_free_blocks: KV blocks.
+        num_blocks: KV blocks in the pool.
+        num_free_blocks: those that a new request could have: free, or cached and unused.
         num_steps: steps run.
         counters: rows of all requests by kind, as planned, and bytes sent or received.
         num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.

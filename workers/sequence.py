@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from ripresa.workers.cache.block_table import BlockTable
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.prompt_plan import PromptPlan
+from ripresa.workers.replay import Recipe
+from ripresa.workers.replay_plan import EncoderPass
 from ripresa.workers.request import GenerationRequest, WorkCounters
 
 
@@ -35,18 +38,26 @@ TRANSITIONS: Mapping[SequenceStatus, frozenset[SequenceStatus]] = {
 class Sequence:
     """One request with its pages. Counts are absolute positions or rows.
 
+    Args:
+        plan: how its encoder rows are computed here; None if they come by transfer.
+
     Attributes:
-        request: what was asked; its recipe holds for life.
+        request: what was asked.
         pages: blocks and slot.
         is_inbound: the encoder's rows come by transfer; only decoder rows are computed here.
         sampling: the request's, with the recipe's seed.
         token_ids: prompt and every token sampled so far.
         position: the next row: of the encoder half, or of the tail if `is_inbound`.
+        committed: positions below it have been computed here, or have arrived.
         counters: rows computed so far.
     """
 
     __slots__ = (
+        "_pass_number",
+        "_passes",
+        "_recipe",
         "_status",
+        "committed",
         "counters",
         "is_inbound",
         "pages",
@@ -56,15 +67,72 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: GenerationRequest, pages: BlockTable, *, is_inbound: bool) -> None:
+    def __init__(
+        self, request: GenerationRequest, pages: BlockTable, plan: PromptPlan | None
+    ) -> None:
         self.request = request
         self.pages = pages
-        self.is_inbound = is_inbound
-        self.sampling = replace(request.sampling, seed=request.recipe.seed)
+        self.is_inbound = plan is None
+        self.sampling = request.sampling
         self.token_ids = list(request.token_ids)
-        self.position = request.recipe.decoder_start if is_inbound else request.recipe.start
+        self.position = 0
+        self.committed = 0
         self.counters = WorkCounters()
+        self._recipe: Recipe | None = None
+        self._passes: tuple[EncoderPass, ...] = ()
+        self._pass_number = 0
         self._status = SequenceStatus.WAITING
+        if plan is not None:
+            self.fix(plan.recipe)
+            self._passes = plan.passes
+            self.position = plan.passes[0].start
+            self.committed = plan.passes[0].write_floor
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is computed, read and written; raises RipresaError (INTERNAL) before `fix`."""
+        if self._recipe is None:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"the recipe of request {self.request.request_id} is not fixed"
+            )
+        return self._recipe
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._recipe is not None
+
+    def fix(self, recipe: Recipe) -> None:
+        """Set the recipe, which holds from the first row on.
+
+        Raises RipresaError (INTERNAL) once the sequence computes.
+        """
+        if self._status is not SequenceStatus.WAITING:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"request {self.request.request_id} changes its recipe too late"
+            )
+        self._recipe = recipe
+        self.sampling = replace(self.request.sampling, seed=recipe.seed)
+        self.position = recipe.decoder_start
+
+    @property
+    def encoder_pass(self) -> EncoderPass:
+        """The rows under way. Handed-over rows are one pass that has ended."""
+        if not self._passes:
+            recipe, stop = self.recipe, self.prefill_stop
+            return EncoderPass(recipe.start, stop, recipe.swa_floor, recipe.write_floor)
+        return self._passes[self._pass_number]
+
+    @property
+    def is_last_pass(self) -> bool:
+        return self._pass_number >= len(self._passes) - 1
+
+    def advance(self, position: int) -> None:
+        """Rows up to `position` are computed; a pass that ends there makes way for the next."""
+        self.position = position
+        self.committed = max(self.committed, position)
+        if position == self.encoder_pass.stop and not self.is_last_pass:
+            self._pass_number += 1
+            self.position = self.encoder_pass.start
 
     @property
     def status(self) -> SequenceStatus:

@@ -29,13 +29,11 @@ class GatewayStart:
     Attributes:
         model: what is served, as the API describes it.
         tokenizer_file: its tokenizer.json.
-        window: W of the model.
         shares_port: several gateways listen on one port.
     """
 
     model: ServedModel
     tokenizer_file: str
-    window: int
     grpc_host: str
     grpc_port: int
     max_message_bytes: int
@@ -76,7 +74,7 @@ class Gateway:
     ) -> None:
         self._drain_grace_s = start.drain_grace_s
         self._view = RayWorkerView(controller)
-        self._router = ClusterRouter(self._view, RayWorkerCalls(encoders, decoders), start.window)
+        self._router = ClusterRouter(self._view, RayWorkerCalls(encoders, decoders))
         self.service = InferenceService(
             self._router,
             start.model,

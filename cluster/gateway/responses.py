@@ -15,7 +15,7 @@ from ripresa.cluster.routing.prompt import Placed, PromptRequest
 from ripresa.cluster.version import VERSION
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, RipresaError
-from ripresa.workers.replay import PlanKind, Recipe, TailVariant
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import Finished, FinishReason, Tokens
 
 TAIL: Mapping[TailVariant, pb.TailVariant.ValueType] = MappingProxyType(
@@ -23,6 +23,9 @@ TAIL: Mapping[TailVariant, pb.TailVariant.ValueType] = MappingProxyType(
 )
 KIND: Mapping[PlanKind, pb.PlanKind.ValueType] = MappingProxyType(
     {kind: pb.PlanKind.Value(f"PLAN_KIND_{kind.name}") for kind in PlanKind}
+)
+MODE: Mapping[ReplayMode, pb.ReplayMode.ValueType] = MappingProxyType(
+    {mode: pb.ReplayMode.Value(f"REPLAY_MODE_{mode.name}") for mode in ReplayMode}
 )
 REASON: Mapping[FinishReason, pb.FinishReason.ValueType] = MappingProxyType(
     {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -45,7 +48,6 @@ class Responses:
     Args:
         clock: monotonic seconds.
         received: when the request arrived, on that clock.
-        replay_mode: the mode to report.
         return_token_ids: deltas carry ids beside the text.
     """
 
@@ -55,7 +57,6 @@ class Responses:
         model: ServedModel,
         tokenizer: Tokenizer,
         *,
-        replay_mode: pb.ReplayMode.ValueType,
         return_token_ids: bool,
         clock: Callable[[], float],
         received: float,
@@ -63,7 +64,8 @@ class Responses:
         self._prompt = prompt
         self._model = model
         self._tokenizer = tokenizer
-        self._replay_mode = replay_mode
+        self._mode = prompt.cache.mode
+        self._worker_id = ""
         self._return_token_ids = return_token_ids
         self._clock = clock
         self._times = _Times(received)
@@ -75,20 +77,25 @@ class Responses:
         self._next_position = len(prompt.token_ids)
         self._recipe: Recipe | None = None
 
-    def started(self, placed: Placed) -> pb.GenerateResponse:
+    def placed(self, placed: Placed) -> None:
+        """Workers hold the request's pages."""
         self._times.placed = self._clock()
-        self._recipe = placed.recipe
+        self._worker_id = placed.worker_id
+
+    def started(self, recipe: Recipe) -> pb.GenerateResponse:
+        """What is computed of the prompt is known."""
+        self._recipe = recipe
         now = Timestamp()
         now.GetCurrentTime()
         started = pb.Started(
             request_id=self._prompt.request_id,
             model=self._model.name,
             prompt_tokens=len(self._prompt.token_ids),
-            cached_tokens=placed.recipe.start,
-            worker_id=placed.worker_id,
+            cached_tokens=recipe.start,
+            worker_id=self._worker_id,
             start_time=now,
-            cache=provenance(placed.recipe, self._replay_mode),
-            seed=placed.recipe.seed,
+            cache=provenance(recipe, self._mode),
+            seed=recipe.seed,
         )
         return self._numbered(pb.GenerateResponse(started=started))
 
@@ -134,7 +141,7 @@ class Responses:
                 completion_tokens=finished.num_generated_tokens,
                 cached_tokens=recipe.start,
             ),
-            cache=provenance(recipe, self._replay_mode),
+            cache=provenance(recipe, self._mode),
             timings=self._timings(),
             build=build(self._model, self._tokenizer),
         )
@@ -166,12 +173,12 @@ class Responses:
         return timings
 
 
-def provenance(recipe: Recipe, replay_mode: pb.ReplayMode.ValueType) -> pb.CacheProvenance:
-    """A recipe as clients see it."""
+def provenance(recipe: Recipe, mode: ReplayMode) -> pb.CacheProvenance:
+    """A recipe as clients see it, and the mode by which it was planned."""
     replay_start = recipe.start if recipe.kind is PlanKind.BOUNDED else None
     return pb.CacheProvenance(
         boundary_token=recipe.start,
-        replay_mode=replay_mode,
+        replay_mode=MODE[mode],
         recomputed_tokens=recipe.write_floor - recipe.start,
         replay_start_token=replay_start,
         bounded_generations=len(recipe.restarts),

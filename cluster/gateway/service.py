@@ -16,10 +16,9 @@ from ripresa.cluster.gateway.validation import (
     check_model,
     check_token_ids,
     read_prompt,
-    replay_mode_used,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics, RequestRecord, RequestState
-from ripresa.cluster.routing.prompt import Placed, PromptRequest, Router, RouterEvent
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, Router, RouterEvent
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
@@ -113,7 +112,6 @@ class InferenceService:
             prompt,
             self._model,
             self._tokenizer,
-            replay_mode=replay_mode_used(request.options.cache_policy.replay_mode),
             return_token_ids=request.return_token_ids,
             clock=self._clock,
             received=received,
@@ -197,7 +195,13 @@ class InferenceService:
                 case Placed():
                     record.running()
                     backend = self._transfer_backend if event.encoder_id is not None else None
-                    yield responses.started(event)
+                    responses.placed(event)
+                    if event.recipe is not None:
+                        record.planned(event.recipe)
+                        yield responses.started(event.recipe)
+                case Planned():
+                    record.planned(event.recipe)
+                    yield responses.started(event.recipe)
                 case Tokens():
                     record.delta(len(event.token_ids))
                     delta = responses.delta(event)

@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument
-from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import SamplingParams
+from ripresa.workers.replay import ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse, SamplingParams
 
 MAX_REQUEST_ID_CHARS = 128
 
+MODES = {
+    pb.REPLAY_MODE_UNSPECIFIED: ReplayMode.BOUNDED,
+    pb.REPLAY_MODE_BOUNDED: ReplayMode.BOUNDED,
+    pb.REPLAY_MODE_EXACT: ReplayMode.EXACT,
+}
 TAILS = {
     pb.TAIL_VARIANT_FLOORED: TailVariant.FLOORED,
     pb.TAIL_VARIANT_LAYER_EXACT: TailVariant.LAYER_EXACT,
@@ -70,6 +76,9 @@ def read_prompt(
         sampling=_read_sampling(request.sampling, model, len(token_ids), room),
         tail=_read_tail(request.options.cache_policy, default_tail),
         deadline=deadline,
+        cache=_read_cache_use(request.options),
+        tenant_salt=_salt(request.options.cache_salt),
+        session_id=request.options.session_id or None,
     )
 
 
@@ -95,9 +104,21 @@ def check_token_ids(token_ids: tuple[int, ...], model: ServedModel, field: str) 
             )
 
 
-def replay_mode_used(asked: pb.ReplayMode.ValueType) -> pb.ReplayMode.ValueType:
-    """The mode to report. Every prompt runs cold so far, which is what `exact` asks for."""
-    return asked if asked == pb.REPLAY_MODE_EXACT else pb.REPLAY_MODE_BOUNDED
+def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
+    policy = options.cache_policy
+    return CacheUse(
+        mode=MODES[policy.replay_mode],
+        reads=not policy.disable_read,
+        writes=not policy.disable_write,
+        resumes=not (policy.disable_resume or policy.disable_read),
+    )
+
+
+def _salt(cache_salt: str) -> bytes:
+    """What keeps a client's cached state apart; nothing for no salt."""
+    if not cache_salt:
+        return b""
+    return blake2b(cache_salt.encode(), digest_size=16, person=b"ripresa.salt").digest()
 
 
 def _read_input(

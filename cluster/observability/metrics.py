@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ripresa.workers.errors import ErrorCode
+from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.request import FinishReason, WorkCounters
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -48,6 +49,26 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class TokenSource(StrEnum):
+    """How the state of a prompt token came to be; every token has one source."""
+
+    SKIPPED_LOCAL = "skipped_local"
+    SKIPPED_PEER = "skipped_peer"
+    RESUMED = "resumed"
+    RECOMPUTED = "recomputed"
+    NEW = "new"
+
+
+def tokens_by_source(recipe: Recipe, num_prompt_tokens: int) -> dict[TokenSource, int]:
+    """Split a prompt's tokens: skipped + recomputed + new (replay rules, section 2)."""
+    is_resumed = recipe.kind is PlanKind.RESUME
+    return {
+        TokenSource.RESUMED if is_resumed else TokenSource.SKIPPED_LOCAL: recipe.start,
+        TokenSource.RECOMPUTED: recipe.write_floor - recipe.start,
+        TokenSource.NEW: num_prompt_tokens - recipe.write_floor,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +122,19 @@ NUM_REQUESTS_WAITING = Series(
 PROMPT_TOKENS = Series(
     "ripresa_prompt_tokens_total",
     Kind.COUNTER,
-    "Prompt tokens of accepted requests.",
+    "Prompt tokens of requests whose prefill was planned, by how their state came to be.",
+    labels=(("source", tuple(TokenSource)),),
+)
+PLAN_KIND = Series(
+    "ripresa_plan_kind_total",
+    Kind.COUNTER,
+    "Requests by how the state before their first computed row came to be.",
+    labels=(("kind", tuple(PlanKind)),),
+)
+LINEAGE_RESTARTS = Series(
+    "ripresa_lineage_restarts_total",
+    Kind.COUNTER,
+    "Boundaries with cut encoder windows in the planned prompts, their own included.",
 )
 GENERATION_TOKENS = Series(
     "ripresa_generation_tokens_total",
@@ -145,6 +178,8 @@ SERIES = (
     NUM_REQUESTS_RUNNING,
     NUM_REQUESTS_WAITING,
     PROMPT_TOKENS,
+    PLAN_KIND,
+    LINEAGE_RESTARTS,
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
     REQUEST_FAILURE,
@@ -193,8 +228,7 @@ class GatewayMetrics:
 
     def request_started(self, num_prompt_tokens: int) -> RequestRecord:
         """Counts an accepted request as waiting and starts its clock."""
-        self.counter(PROMPT_TOKENS).inc(num_prompt_tokens)
-        return RequestRecord(self, self._clock)
+        return RequestRecord(self, self._clock, num_prompt_tokens)
 
     def request_rejected(self, code: ErrorCode) -> None:
         """Counts a request that was refused before it started."""
@@ -246,9 +280,12 @@ class RequestRecord:
     `RuntimeError`, because they would count a request twice.
     """
 
-    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, clock: Callable[[], float], num_prompt_tokens: int
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._num_prompt_tokens = num_prompt_tokens
         self._arrived_s = clock()
         self._last_delta_s: float | None = None
         self._state = RequestState.WAITING
@@ -261,6 +298,14 @@ class RequestRecord:
     def running(self) -> None:
         """A decode worker holds the request's pages."""
         self._move(RequestState.RUNNING)
+
+    def planned(self, recipe: Recipe) -> None:
+        """What is computed of the prompt is fixed; called once."""
+        counter = self._metrics.counter
+        for source, num_tokens in tokens_by_source(recipe, self._num_prompt_tokens).items():
+            counter(PROMPT_TOKENS).labels(source).inc(num_tokens)
+        counter(PLAN_KIND).labels(recipe.kind).inc()
+        counter(LINEAGE_RESTARTS).inc(len(recipe.restarts))
 
     def waiting_again(self) -> None:
         """The worker is gone; the request waits for another one."""

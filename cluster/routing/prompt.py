@@ -7,11 +7,11 @@ before a `PromptRequest` exists; the router places it, drives the workers and st
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ripresa.workers.replay import Recipe, TailVariant
-from ripresa.workers.request import Finished, SamplingParams, Tokens
+from ripresa.workers.request import CacheUse, Finished, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class PromptRequest:
         sampling: complete, the seed included.
         tail: which rows the decoder half of the prefill may read.
         deadline: seconds since the epoch after which the work is worthless; None for none.
+        cache: what it may reuse, and leave for others.
+        tenant_salt: requests with different ones share no cached state.
+        session_id: the conversation that it goes on with; None for none.
     """
 
     request_id: str
@@ -31,33 +34,44 @@ class PromptRequest:
     sampling: SamplingParams
     tail: TailVariant
     deadline: float | None = None
+    cache: CacheUse = field(default_factory=CacheUse)
+    tenant_salt: bytes = b""
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The prompt has its workers and its recipe. Sent once, before any token.
+    """The prompt has its workers. Sent once, first.
 
     Attributes:
         worker_id: the decode worker that streams the answer.
         encoder_id: the encoder worker that prefills; None when the decode worker does it itself.
-        recipe: fixed at admission; every re-execution follows it.
+        recipe: what of the prompt is computed; None while the encoder worker has yet to fix it.
         reason: why these workers, in words for a log line.
     """
 
     worker_id: str
     encoder_id: str | None
-    recipe: Recipe
+    recipe: Recipe | None
     reason: str
 
 
-RouterEvent = Placed | Tokens | Finished
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The recipe is fixed; every re-execution follows it. Sent once, unless `Placed` had it."""
+
+    recipe: Recipe
+
+
+RouterEvent = Placed | Planned | Tokens | Finished
 
 
 class Router(Protocol):
     """Runs prompts on workers. One instance serves many requests on one event loop."""
 
     def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-        """Stream one request's events: `Placed`, any number of `Tokens`, `Finished`, in this order.
+        """Stream one request's events, in this order: `Placed`, `Planned` if the placement lacked
+        the recipe, any number of `Tokens`, `Finished`.
 
         `Tokens.position` continues without gap from the prompt's length, whatever worker or
         re-execution produced them. Closing the generator stops the work everywhere.

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.planner import RoutePlan, least_loaded, plan_route
-from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
 from ripresa.workers.errors import (
     ErrorCode,
     InvalidArgument,
@@ -25,13 +25,15 @@ from ripresa.workers.errors import (
     Unavailable,
     Unreachable,
 )
-from ripresa.workers.replay import TailVariant, cold_recipe
+from ripresa.workers.replay import Recipe, TailVariant
 from ripresa.workers.report import WorkerKind, WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
     Failed,
     Finished,
     GenerationRequest,
+    PrefillDone,
+    RecipeFixed,
     Reserved,
     Tokens,
     WorkCounters,
@@ -79,7 +81,6 @@ class ClusterRouter:
     Args:
         view: which workers there are.
         calls: how they are reached.
-        window: W of the model, for recipes.
         reserve_timeout_s: longest wait for a decode worker's reservation.
     """
 
@@ -87,12 +88,10 @@ class ClusterRouter:
         self,
         view: WorkerView,
         calls: WorkerCalls,
-        window: int,
         reserve_timeout_s: float = 5.0,
     ) -> None:
         self._view = view
         self._calls = calls
-        self._window = window
         self._reserve_timeout_s = reserve_timeout_s
         self._pending: Counter[str] = Counter()
         self._running: dict[str, str] = {}
@@ -126,8 +125,8 @@ class ClusterRouter:
             raise InvalidArgument(
                 "options.cache_policy.tail", "tail EXACT is not supported by this version"
             )
-        execution = Execution(prompt, self._window)
-        placed = False
+        execution = Execution(prompt)
+        placed = planned = False
         avoid: set[str] = set()
         for attempt in range(MAX_EXECUTIONS):
             route = await self._place(avoid)
@@ -136,7 +135,7 @@ class ClusterRouter:
                     async for event in events:
                         match event:
                             case Reserved() if not placed:
-                                placed = True
+                                placed, planned = True, execution.recipe is not None
                                 yield Placed(
                                     route.decoder, route.encoder, execution.recipe, route.reason
                                 )
@@ -146,6 +145,9 @@ class ClusterRouter:
                             case Finished():
                                 yield execution.finish(event)
                                 return
+                        if not planned and execution.recipe is not None:
+                            planned = True
+                            yield Planned(execution.recipe)
             except RipresaError as error:
                 if attempt == MAX_EXECUTIONS - 1 or not self._may_retry(error, route, avoid):
                     raise
@@ -181,7 +183,7 @@ class ClusterRouter:
         self._running[request.request_id] = route.decoder
         with self._counted(route.decoder):
             try:
-                stream.start(self._decode(route, request, stream))
+                stream.start(self._decode(execution, route, request, stream))
                 stream.start(self._raise_when_gone(route.decoder))
                 yield await self._reservation(stream, route.decoder)
                 prefill: asyncio.Task[None] | None = None
@@ -200,14 +202,20 @@ class ClusterRouter:
                 await stream.close()
 
     async def _decode(
-        self, route: RoutePlan, request: GenerationRequest, stream: EventStream
+        self,
+        execution: Execution,
+        route: RoutePlan,
+        request: GenerationRequest,
+        stream: EventStream,
     ) -> None:
-        """Put the decode worker's events into the stream."""
+        """Put the decode worker's events into the stream; the recipe is known before its reader."""
         local = route.encoder is None
         async with aclosing(self._calls.generate(route.decoder, request, local)) as events:
             async for event in events:
                 if isinstance(event, Failed):
                     raise event.error
+                if isinstance(event, Reserved | RecipeFixed | PrefillDone):
+                    execution.fix(event.recipe)
                 stream.put(event)
                 if isinstance(event, Finished):
                     return
@@ -283,14 +291,28 @@ class ClusterRouter:
 
 
 class Execution:
-    """What is known of a request over all its executions: the recipe never changes."""
+    """What is known of a request over all its executions.
 
-    def __init__(self, prompt: PromptRequest, window: int) -> None:
+    Attributes:
+        recipe: fixed by the worker that ran the encoder rows first; it never changes.
+    """
+
+    def __init__(self, prompt: PromptRequest) -> None:
         self._prompt = prompt
-        self.recipe = cold_recipe(len(prompt.token_ids), window, prompt.tail, prompt.sampling.seed)
+        self.recipe: Recipe | None = None
         self._streamed: list[int] = []
         self._next_generation = 0
         self._prefill_counters = WorkCounters()
+
+    def fix(self, recipe: Recipe | None) -> None:
+        """Book the recipe that a worker reports; raises RipresaError (INTERNAL) for another one."""
+        if self.recipe is None:
+            self.recipe = recipe
+        elif recipe != self.recipe:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"request {self._prompt.request_id} was executed by another recipe than its first",
+            )
 
     def stream(self, tokens: Tokens) -> None:
         """Book tokens on their way to the client."""
@@ -318,6 +340,10 @@ class Execution:
             recipe=self.recipe,
             sampling=self._prompt.sampling,
             deadline=self._prompt.deadline,
+            tail=self._prompt.tail,
+            cache=self._prompt.cache,
+            tenant_salt=self._prompt.tenant_salt,
+            session_id=self._prompt.session_id,
         )
 
 

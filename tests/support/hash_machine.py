@@ -15,7 +15,8 @@ from hashlib import blake2b
 import torch
 
 from ripresa.workers.models.base import EncoderOutput, StepOutput
-from ripresa.workers.replay import TailVariant
+from ripresa.workers.replay import Recipe, TailVariant
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import FinishReason, GenerationRequest
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 
@@ -23,6 +24,8 @@ WINDOW = 8
 REWIND = 2
 VOCABULARY = 64
 EOS = 1
+NUM_ENCODER_LAYERS = 2
+GEOMETRY = ReplayGeometry(WINDOW, REWIND, NUM_ENCODER_LAYERS, 1)
 
 
 def digest(*parts: object) -> int:
@@ -30,10 +33,18 @@ def digest(*parts: object) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-def encoder_hash(
-    token: int, lookback: Iterable[int], window: list[int], pool: list[int], pair: int | None
-) -> int:
-    return digest("encoder", token, tuple(lookback), window, pool, pair)
+def embedding_hash(token: int, lookback: Iterable[int]) -> int:
+    return digest("embedding", token, tuple(lookback))
+
+
+def encoder_hash(layer: int, below: int, window: list[int], pool: list[int]) -> int:
+    """Output of an encoder layer: its input, the window of its inputs, the pool entries."""
+    return digest("encoder", layer, below, window, pool)
+
+
+def entry_hash(encoded: int, pair: int | None) -> int:
+    """A pool entry; at odd positions it needs the open pair of the position before."""
+    return digest("entry", encoded, pair)
 
 
 def decoder_hash(encoded: int, source: list[int], window: list[int], pool: list[int]) -> int:
@@ -48,7 +59,9 @@ def sample(decoded: int, seed: int, position: int) -> int:
 class Slot:
     """Rings and the open pair of one sequence."""
 
-    encoder: dict[int, int] = field(default_factory=dict)
+    encoder: list[dict[int, int]] = field(
+        default_factory=lambda: [{} for _ in range(NUM_ENCODER_LAYERS)]
+    )
     source: dict[int, int] = field(default_factory=dict)
     decoder: dict[int, int] = field(default_factory=dict)
     pair: int | None = None
@@ -64,6 +77,7 @@ class HashMachine:
 
     def __init__(self, num_blocks: int = 64, num_slots: int = 16, max_model_len: int = 512) -> None:
         self.window = WINDOW
+        self.geometry = GEOMETRY
         self.layout_digest = b"hash machine"
         self.num_blocks = num_blocks
         self.num_slots = num_slots
@@ -104,25 +118,24 @@ class HashMachine:
         known = step.lookback_ids + step.token_ids
         for position in range(step.encoder_start, step.encoder_stop):
             index = position - step.encoder_start + len(step.lookback_ids)
-            pair = None
-            if position % 2:
-                assert slot.pair is not None, f"row {position} has no open pair"
-                pair = slot.pair
-            value = encoder_hash(
-                known[index],
-                known[max(0, index - 3) : index],
-                self._window(slot.encoder, step.swa_floor, position),
-                self._pool(step, position),
-                pair,
-            )
+            value = embedding_hash(known[index], known[max(0, index - 3) : index])
+            pool = self._pool(step, position)
+            for layer, ring in enumerate(slot.encoder):
+                ring[position] = digest("row", value)
+                window = self._window(ring, step.swa_floor, position)
+                value = encoder_hash(layer, value, window, pool)
             encoded[position] = value
-            slot.encoder[position] = digest("row", value)
-            slot.pair = None if position % 2 else value
             if step.write_source_window:
                 slot.source[position] = digest("source", value)
             if position >= step.write_floor:
+                assert not position % 2 or slot.pair is not None, f"row {position} has no open pair"
                 block = self._blocks[step.block_table[position // WINDOW]]
-                block[position % WINDOW] = digest("entry", value)
+                block[position % WINDOW] = entry_hash(value, slot.pair if position % 2 else None)
+            slot.pair = None if position % 2 else value
+            if position + 1 in step.cut_windows:
+                rows = [ring[j] for ring in slot.encoder for j in _window_rows(position + 1)]
+                cut = output.windows.setdefault(step.slot, {})
+                cut[position + 1] = _to_bytes(rows)
         if step.inbound:
             assert inbound is not None, "inbound rows were not given"
             assert (inbound.start, inbound.stop) == (step.decoder_start, step.decoder_stop)
@@ -142,7 +155,7 @@ class HashMachine:
             output.encoder_output[step.slot] = _pack(encoded, step.hand_over_from)
         output.num_encoder_rows += step.num_encoder_rows
         output.num_decoder_rows += step.num_decoder_rows
-        for ring in (slot.encoder, slot.decoder):
+        for ring in (*slot.encoder, slot.decoder):
             for position in sorted(ring)[: -WINDOW - REWIND]:
                 del ring[position]
 
@@ -172,7 +185,7 @@ class HashMachine:
 
     def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int:
         source = len(_source_rows(output_start)) if source_window else 0
-        rows = num_tokens % WINDOW + min(WINDOW, num_tokens) + 1 + source
+        rows = num_tokens % WINDOW + NUM_ENCODER_LAYERS * min(WINDOW, num_tokens) + 1 + source
         return 8 * (rows + num_tokens - output_start)
 
     def export_state(
@@ -191,7 +204,8 @@ class HashMachine:
         if partial:
             block = self._blocks[block_table[num_tokens // WINDOW]]
             values += [_present(entry) for entry in block[:partial]]
-        values += [state.encoder[j] for j in range(max(0, num_tokens - WINDOW), num_tokens)]
+        last = range(max(0, num_tokens - WINDOW), num_tokens)
+        values += [ring[j] for ring in state.encoder for j in last]
         values.append(-1 if state.pair is None else state.pair)
         if source_window:
             values += [state.source[j] for j in _source_rows(output.start)]
@@ -212,8 +226,9 @@ class HashMachine:
         state = Slot()
         for index in range(num_tokens % WINDOW):
             self._blocks[block_table[num_tokens // WINDOW]][index] = next(values)
-        for j in range(max(0, num_tokens - WINDOW), num_tokens):
-            state.encoder[j] = next(values)
+        for ring in state.encoder:
+            for j in range(max(0, num_tokens - WINDOW), num_tokens):
+                ring[j] = next(values)
         pair = next(values)
         state.pair = None if pair == -1 else pair
         if source_window:
@@ -221,6 +236,13 @@ class HashMachine:
                 state.source[j] = next(values)
         self._slots[slot] = state
         return _pack({j: next(values) for j in range(output_start, num_tokens)}, output_start)
+
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        state = self._slots.setdefault(slot, Slot())
+        values = iter(_from_bytes(payload))
+        for ring in state.encoder:
+            for j in _window_rows(boundary):
+                ring[j] = next(values)
 
     def release_slot(self, slot: int) -> None:
         with self._lock:
@@ -238,30 +260,62 @@ class ReferenceStream:
     stop_token_id: int | None
 
 
-def reference_stream(request: GenerationRequest, max_model_len: int = 512) -> ReferenceStream:
+class ReferenceEncoder:
+    """The encoder half by definition: its rows restart at `restarts`, and nothing is cached."""
+
+    def __init__(self, restarts: Sequence[int]) -> None:
+        self._floors = [0, *(restart - WINDOW for restart in restarts)]
+        self._restarts = [0, *restarts]
+        self._rings: list[dict[int, int]] = [{} for _ in range(NUM_ENCODER_LAYERS)]
+        self.encoded: dict[int, int] = {}
+        self.entries: list[int] = []
+
+    def extend(self, tokens: list[int]) -> None:
+        """Compute the rows that `tokens` has beyond those already known."""
+        for position in range(len(self.entries), len(tokens)):
+            if position in self._restarts[1:]:
+                for before in range(position - WINDOW, position):
+                    self.encoded[before] = self._row(tokens, before, position)
+            value = self._row(tokens, position, position)
+            self.encoded[position] = value
+            pair = self.encoded[position - 1] if position % 2 else None
+            self.entries.append(entry_hash(value, pair))
+
+    def _row(self, tokens: list[int], position: int, now: int) -> int:
+        floor = max(f for f, r in zip(self._floors, self._restarts, strict=True) if r <= now)
+        value = embedding_hash(tokens[position], tokens[max(0, position - 3) : position])
+        for layer, ring in enumerate(self._rings):
+            ring[position] = digest("row", value)
+            window = [ring[j] for j in range(max(floor, position - WINDOW + 1), position)]
+            value = encoder_hash(layer, value, window, self.entries[:position])
+        return value
+
+
+def reference_stream(
+    request: GenerationRequest, max_model_len: int = 512, recipe: Recipe | None = None
+) -> ReferenceStream:
     """The stream of a request's prompt, from the definition: no cache, chunk, slot or block."""
     tokens = list(request.token_ids[: request.num_prompt_tokens])
-    sampling, recipe = request.sampling, request.recipe
+    recipe = recipe or request.recipe
+    assert recipe is not None
+    sampling = request.sampling
     first = recipe.decoder_start
-    source_first = 0 if recipe.tail is TailVariant.LAYER_EXACT else first
-    encoded: list[int] = []
+    source_first = first
+    if recipe.tail is TailVariant.LAYER_EXACT:
+        source_first = max(recipe.start, first - WINDOW + 1)
+    encoder = ReferenceEncoder(recipe.restarts)
+    encoded = encoder.encoded
     decoded: dict[int, int] = {}
 
     def rows(values: Callable[[int], int], floor: int, position: int) -> list[int]:
         return [values(j) for j in range(max(floor, position - WINDOW + 1), position)]
 
     while True:
-        for i in range(len(encoded), len(tokens)):
-            window = rows(lambda j: digest("row", encoded[j]), 0, i)
-            pool = [digest("entry", value) for value in encoded]
-            lookback = tokens[max(0, i - 3) : i]
-            pair = encoded[i - 1] if i % 2 else None
-            encoded.append(encoder_hash(tokens[i], lookback, window, pool, pair))
-            if i >= first:
-                source = rows(lambda j: digest("source", encoded[j]), source_first, i)
-                window = rows(lambda j: digest("row", decoded[j]), first, i)
-                pool = [digest("entry", value) for value in encoded]
-                decoded[i] = decoder_hash(encoded[i], source, window, pool)
+        encoder.extend(tokens)
+        for i in range(max(first, max(decoded, default=-1) + 1), len(tokens)):
+            source = rows(lambda j: digest("source", encoded[j]), source_first, i)
+            window = rows(lambda j: digest("row", decoded[j]), first, i)
+            decoded[i] = decoder_hash(encoded[i], source, window, encoder.entries[: i + 1])
         last = len(tokens) - 1
         token = sample(decoded[last], recipe.seed, last)
         generated = tuple(tokens[request.num_prompt_tokens :])
@@ -271,6 +325,10 @@ def reference_stream(request: GenerationRequest, max_model_len: int = 512) -> Re
         tokens.append(token)
         if len(generated) + 1 == sampling.max_tokens or len(tokens) == max_model_len:
             return ReferenceStream((*generated, token), FinishReason.LENGTH, None)
+
+
+def _window_rows(boundary: int) -> range:
+    return range(boundary - WINDOW, boundary)
 
 
 def _source_rows(output_start: int) -> range:

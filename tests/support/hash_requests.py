@@ -6,6 +6,8 @@ import random
 
 from hash_machine import VOCABULARY, WINDOW
 
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.prompt_plan import PromptPlan, re_execution
 from ripresa.workers.replay import TailVariant, cold_recipe
 from ripresa.workers.request import GenerationRequest, SamplingParams
 
@@ -36,3 +38,10 @@ def make_request(
         ),
         deadline=deadline,
     )
+
+
+def cold_plan(request: GenerationRequest) -> PromptPlan:
+    """How a worker that holds nothing follows the request's recipe."""
+    assert request.recipe is not None
+    nothing: frozenset[BlockIdentity] = frozenset()
+    return re_execution(request.recipe, request.num_tokens, WINDOW, (), nothing, nothing)

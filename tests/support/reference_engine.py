@@ -26,6 +26,7 @@ class Question:
     top_p: float = 1.0
     seed: int = 0
     tail: TailVariant = TailVariant.FLOORED
+    reads_cache: bool = False
 
     @property
     def sampling(self) -> SamplingParams:

@@ -137,6 +137,7 @@ class Stream:
 
 
 def generate_request(question: Question, request_id: str = "") -> pb.GenerateRequest:
+    """The question as clients ask it; it reuses nothing that is cached, unless it says so."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=question.token_ids), return_token_ids=True
     )
@@ -150,6 +151,7 @@ def generate_request(question: Question, request_id: str = "") -> pb.GenerateReq
         sampling.top_k = question.top_k
     request.options.request_id = request_id
     request.options.cache_policy.tail = pb.TailVariant.Value(f"TAIL_VARIANT_{question.tail.name}")
+    request.options.cache_policy.disable_read = not question.reads_cache
     return request
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from hash_machine import WINDOW, HashMachine, ReferenceStream
 
-from ripresa.workers.config import EngineConfig, TransferConfig
+from ripresa.workers.config import EngineConfig, TransferConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.request import (
@@ -20,6 +20,7 @@ from ripresa.workers.request import (
     Finished,
     GenerationRequest,
     PrefillDone,
+    RecipeFixed,
     Reserved,
     Tokens,
     WorkCounters,
@@ -36,6 +37,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16,
     num_blocks=64,
     transfer=TransferConfig(max_section_blocks=2, hand_over_timeout_s=30.0),
+    windows=WindowConfig(WindowPolicy.ZERO),
 )
 IMPATIENT = LaneConfig(
     chunk_timeout_s=0.3, open_timeout_s=0.3, control_timeout_s=0.3, idle_timeout_s=0.9
@@ -68,10 +70,17 @@ class Stream:
     def assert_equals(self, expected: ReferenceStream) -> None:
         """Order and positions of the events, the tokens, and the reason of the end."""
         finished = self.finished
-        assert isinstance(self.events[0], Reserved)
-        assert isinstance(self.events[1], PrefillDone)
-        tokens = [event for event in self.events if isinstance(event, Tokens)]
-        assert len(tokens) == len(self.events) - 3
+        reserved = self.events[0]
+        assert isinstance(reserved, Reserved)
+        events = list(self.events[1:])
+        if reserved.recipe is None:
+            fixed, done = events[0], events[1]
+            assert isinstance(fixed, RecipeFixed) and isinstance(done, PrefillDone)
+            assert fixed.recipe == done.recipe
+            del events[0]
+        assert isinstance(events[0], PrefillDone)
+        tokens = [event for event in events if isinstance(event, Tokens)]
+        assert len(tokens) == len(events) - 2
         starts = [event.position for event in tokens]
         assert starts == list(range(starts[0], starts[0] + len(starts))) if starts else True
         assert self.tokens == expected.tokens

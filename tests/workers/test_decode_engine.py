@@ -42,7 +42,7 @@ async def test_a_stream_is_what_the_definition_gives(length: int, tail: TailVari
         request = make_request(length, tail=tail)
         stream = await collect(engine, request)
         stream.assert_equals(reference_stream(request))
-        assert stream.events[0] == Reserved("d0", local=True)
+        assert stream.events[0] == Reserved("d0", local=True, recipe=request.recipe)
         tail_rows = length if tail is TailVariant.FULL else min(WINDOW, length)
         counters = WorkCounters(encoder_rows=length, decoder_prefill_rows=tail_rows, decoder_rows=5)
         assert stream.finished.counters == counters
@@ -258,7 +258,7 @@ async def test_nothing_arrives_in_time(
     async with local_engine(config=config) as (engine, _):
         request = make_request(20, deadline=time.time() + deadline_s)
         events = [event async for event in engine.generate(request, local=False)]
-        assert events[0] == Reserved("d0", local=False)
+        assert events[0] == Reserved("d0", local=False, recipe=request.recipe)
         assert Stream(tuple(events)).failed.error.code is code
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hash_machine import WINDOW, reference_stream
+from hash_machine import NUM_ENCODER_LAYERS, WINDOW, reference_stream
 from hash_requests import make_request
 from split_cluster import (
     CONFIG,
@@ -95,7 +95,9 @@ async def test_the_split_gives_the_stream_of_the_definition(length: int, tail: T
         tail_rows = length if tail is TailVariant.FULL else min(WINDOW, length)
         source_rows = min(WINDOW - 1, request.recipe.decoder_start)
         source_rows = source_rows if tail is TailVariant.LAYER_EXACT else 0
-        num_bytes = 8 * (length + min(WINDOW, length) + 1 + source_rows + tail_rows)
+        num_bytes = 8 * (
+            length + NUM_ENCODER_LAYERS * min(WINDOW, length) + 1 + source_rows + tail_rows
+        )
         assert stream.finished.counters == WorkCounters(
             decoder_prefill_rows=tail_rows, decoder_rows=5, transfer_bytes=num_bytes
         )

@@ -66,13 +66,17 @@ class BlockCache:
         """Blocks that an `allocate` could have now."""
         return self._pool.num_free + len(self._unused)
 
-    def __contains__(self, identity: BlockIdentity) -> bool:
-        return identity in self._index
+    def __contains__(self, identity: object) -> bool:
+        return isinstance(identity, BlockIdentity) and identity in self._index
 
     def record(self, identity: BlockIdentity) -> BlockRecord | None:
         """Of a published block; None if it is not held."""
         books = self._index.get(identity)
         return None if books is None else books.record
+
+    def uses(self) -> Counter[int]:
+        """How many running requests use each block; unused ones are left out."""
+        return Counter({block: b.num_users for block, b in self._books.items() if b.num_users})
 
     def match(
         self,

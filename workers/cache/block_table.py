@@ -1,16 +1,22 @@
-"""Which pages does one sequence own, and when may they be given back?
+"""Which pages does one sequence use, and when may they be given back?
 
-    reserve ──▶ held by the request ──▶ retired ──▶ freed (exactly once)
+    reserve ──▶ held by the request ──▶ retired ──▶ given back (exactly once)
                       └─ hold / drop around every use in another thread ─┘
+
+The leading blocks may be cached ones, shared with other sequences and only read; the rest are the
+sequence's own.
 
 Retiring says that the request is over; pages go back when the last use in flight is over too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from ripresa.workers.cache.block_pool import BlockPool, SlotPool
+from ripresa.workers.cache.block_cache import BlockCache
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.block_pool import SlotPool
 from ripresa.workers.errors import ErrorCode, RipresaError
 
 
@@ -19,15 +25,29 @@ class BlockTable:
 
     Attributes:
         blocks: block ids in order of position.
+        num_adopted: leading blocks that were cached when the sequence took them.
         slot: the sequence's slot.
     """
 
-    __slots__ = ("_give_back", "_is_freed", "_is_retired", "_num_holds", "blocks", "slot")
+    __slots__ = (
+        "_give_back",
+        "_is_freed",
+        "_is_retired",
+        "_num_holds",
+        "blocks",
+        "num_adopted",
+        "slot",
+    )
 
     def __init__(
-        self, blocks: tuple[int, ...], slot: int, give_back: Callable[[BlockTable], None]
+        self,
+        blocks: tuple[int, ...],
+        num_adopted: int,
+        slot: int,
+        give_back: Callable[[BlockTable], None],
     ) -> None:
         self.blocks = blocks
+        self.num_adopted = num_adopted
         self.slot = slot
         self._give_back = give_back
         self._num_holds = 0
@@ -74,18 +94,26 @@ class BlockTable:
 
 
 class PagePool:
-    """Blocks and slots of a worker, reserved together and freed together.
+    """Blocks and slots of a worker, reserved together and given back together.
 
     Args:
-        blocks, slots: the two pools.
+        blocks: the worker's blocks; no other part of it takes any.
+        num_blocks: how many there are.
+        slots: the worker's slots.
         window: W, tokens a block holds.
         forget_slot: called before a slot is given back, so that its next owner finds nothing.
     """
 
     def __init__(
-        self, blocks: BlockPool, slots: SlotPool, window: int, forget_slot: Callable[[int], None]
+        self,
+        blocks: BlockCache,
+        num_blocks: int,
+        slots: SlotPool,
+        window: int,
+        forget_slot: Callable[[int], None],
     ) -> None:
         self._blocks = blocks
+        self._num_blocks = num_blocks
         self._slots = slots
         self._window = window
         self._forget_slot = forget_slot
@@ -93,11 +121,12 @@ class PagePool:
 
     @property
     def num_blocks(self) -> int:
-        return self._blocks.num_blocks
+        return self._num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
-        return self._blocks.num_free
+    def num_available_blocks(self) -> int:
+        """Blocks that are free, or cached and unused."""
+        return self._blocks.num_available
 
     @property
     def num_slots(self) -> int:
@@ -116,42 +145,68 @@ class PagePool:
         """Blocks that `num_tokens` positions occupy."""
         return -(-num_tokens // self._window)
 
-    def reserve(self, num_tokens: int) -> BlockTable:
+    def reserve(self, num_tokens: int, chain: Sequence[BlockIdentity] = ()) -> BlockTable:
         """Take a slot and the blocks of `num_tokens` positions, or nothing at all.
+
+        Args:
+            chain: cached blocks that become the leading ones.
 
         Raises:
             ResourceExhausted: too few blocks, or no slot, are free.
+            RipresaError: NOT_FOUND; a block of the chain is gone.
         """
         slot = self._slots.allocate()
         try:
-            blocks = self._blocks.allocate(self.blocks_for(num_tokens))
+            blocks = self._take(self.blocks_for(num_tokens), chain)
         except BaseException:
             self._slots.free(slot)
             raise
-        table = BlockTable(blocks, slot, self._free)
+        table = BlockTable(blocks, len(chain), slot, self._free)
         self._tables[slot] = table
         return table
+
+    def exchange(self, table: BlockTable, chain: Sequence[BlockIdentity]) -> None:
+        """Make the cached blocks of `chain` the leading ones, and all others the sequence's own.
+
+        For a table that nothing reads or writes at the moment and none of whose own blocks was
+        offered to the cache. Raises as `reserve` does; then nothing has changed.
+        """
+        old, num_own = table.blocks, table.num_adopted
+        adopted = self._blocks.adopt(chain)
+        try:
+            own = self._blocks.allocate(max(0, num_own - len(chain)))
+        except BaseException:
+            self._blocks.release(adopted)
+            raise
+        first = max(num_own, len(chain))
+        self._blocks.release(old[:first])
+        table.blocks = (*adopted, *own, *old[first:])
+        table.num_adopted = len(chain)
+
+    def _take(self, num_blocks: int, chain: Sequence[BlockIdentity]) -> tuple[int, ...]:
+        adopted = self._blocks.adopt(chain)
+        try:
+            return (*adopted, *self._blocks.allocate(num_blocks - len(adopted)))
+        except BaseException:
+            self._blocks.release(adopted)
+            raise
 
     def _free(self, table: BlockTable) -> None:
         del self._tables[table.slot]
         try:
             self._forget_slot(table.slot)
         finally:
-            self._blocks.free(table.blocks)
+            self._blocks.release(table.blocks)
             self._slots.free(table.slot)
 
     def check_integrity(self) -> None:
-        """Raise RipresaError (INTERNAL) unless every page is free or owned by one live table."""
+        """Raise RipresaError (INTERNAL) unless every use of a page is that of one live table."""
         self._blocks.check_integrity()
         self._slots.check_integrity()
-        owned = [block for table in self._tables.values() for block in table.blocks]
-        if len(set(owned)) != len(owned):
-            raise RipresaError(ErrorCode.INTERNAL, "a KV block is owned by two sequences")
-        if len(owned) != self.num_blocks - self.num_free_blocks:
+        uses = Counter(block for table in self._tables.values() for block in table.blocks)
+        if uses != self._blocks.uses():
             raise RipresaError(
-                ErrorCode.INTERNAL,
-                f"{self.num_blocks - self.num_free_blocks} KV blocks are taken but "
-                f"{len(owned)} are owned by sequences",
+                ErrorCode.INTERNAL, "the sequences' KV blocks are not those that the cache counts"
             )
         if len(self._tables) != self.num_slots - self.num_free_slots:
             raise RipresaError(

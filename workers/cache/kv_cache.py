@@ -59,6 +59,8 @@ class KVCache:
             slot s lies at s * (W + R) + p mod (W + R).
         open_pairs: per ratio-2 Full layer, value and gate [num_slots, 2, head_dim] float32 of the
             last position of an odd length.
+        cut_rows: per encoder layer, rows of the windows that the running step is to cut, in
+            order; taken by whoever planned them.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class KVCache:
         self.main: dict[int, torch.Tensor] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.open_pairs: dict[int, torch.Tensor] = {}
+        self.cut_rows: dict[int, torch.Tensor] = {}
         for pool in layout.pools:
             entries = num_blocks * layout.entries_per_block(pool)
             self.main[pool.layer] = memory(entries, layout.main_entry_bytes)
@@ -145,6 +148,14 @@ class KVCache:
         """Store float32 entries and their index keys at pool rows `index`."""
         self.main[layer].index_copy_(0, index, self.grids.entry.encode(entries))
         self.keys[layer].index_copy_(0, index, self.grids.key.encode(keys))
+
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        """Store the rows [X-W, X) of every encoder layer, in order of layers."""
+        layout = self.layout
+        index = self.ring_index(slot, boundary - layout.window, boundary)
+        rows = payload.view(layout.split, layout.window, layout.window_row_bytes)
+        for layer in range(layout.split):
+            self.rings[layer][index] = rows[layer].to(self.device)
 
     # -- hand-over -------------------------------------------------------------------------
 

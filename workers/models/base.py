@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.scheduling.step_plan import StepPlan
 
 
@@ -38,12 +39,14 @@ class StepOutput:
         sampled: the chosen next token.
         encoder_output: rows at or above the sequence's `hand_over_from`.
         logits: [decoder rows, vocab] float32 where they were asked for.
+        windows: encoder windows by slot and boundary, uint8, as `import_window` takes them.
         num_encoder_rows, num_decoder_rows: rows really computed in each half.
     """
 
     sampled: dict[int, int] = field(default_factory=dict)
     encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    windows: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     num_encoder_rows: int = 0
     num_decoder_rows: int = 0
 
@@ -58,6 +61,10 @@ class ModelRunner(Protocol):
     @property
     def window(self) -> int:
         """W: sliding window and block size in tokens."""
+
+    @property
+    def geometry(self) -> ReplayGeometry:
+        """What the replay rules need to know of the model."""
 
     @property
     def layout_digest(self) -> bytes: ...
@@ -110,6 +117,9 @@ class ModelRunner(Protocol):
         source_window: bool,
         payload: torch.Tensor,
     ) -> EncoderOutput: ...
+
+    def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
+        """Put a window that a step cut at `boundary` into a slot's rings."""
 
     def release_slot(self, slot: int) -> None:
         """Forget a slot's rings and open pairs: nothing of it may be readable by the next one."""

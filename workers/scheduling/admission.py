@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from ripresa.workers.errors import InvalidArgument
-from ripresa.workers.replay import RULES_VERSION, PlanKind, TailVariant, decoder_start
+from ripresa.workers.replay import (
+    RULES_VERSION,
+    PlanKind,
+    Recipe,
+    ReplayMode,
+    TailVariant,
+    decoder_start,
+)
 from ripresa.workers.request import GenerationRequest
 
 
 def check_request(request: GenerationRequest, window: int, max_model_len: int) -> None:
     """Raise InvalidArgument, naming the field, for a request that no worker can run."""
     _check_tokens(request, max_model_len)
-    recipe = request.recipe
+    if request.cache.mode is ReplayMode.CANONICAL:
+        raise InvalidArgument(
+            "cache.mode", "mode 'canonical' is not available yet; use bounded or exact"
+        )
+    if request.recipe is not None:
+        check_recipe(request.recipe, request.num_prompt_tokens, window)
+    elif request.tail is TailVariant.EXACT:
+        raise _tail_exact("tail")
+
+
+def check_recipe(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
+    """Raise InvalidArgument, naming the field, for a recipe that no execution could follow."""
     if recipe.rules_version != RULES_VERSION:
         raise InvalidArgument(
             "recipe.rules_version",
@@ -18,22 +36,52 @@ def check_request(request: GenerationRequest, window: int, max_model_len: int) -
             "version of ripresa in the whole cluster",
         )
     if recipe.tail is TailVariant.EXACT:
+        raise _tail_exact("recipe.tail")
+    if recipe.anchor_interval is not None or recipe.kind in (PlanKind.ANCHOR, PlanKind.RESUME):
         raise InvalidArgument(
-            "recipe.tail", "tail 'exact' is not available yet; use floored, layer_exact or full"
+            "recipe.kind", f"kind {recipe.kind} cannot be followed yet; start the request afresh"
         )
-    if recipe.kind is not PlanKind.COLD or recipe.start != 0:
-        raise InvalidArgument(
-            "recipe.kind",
-            f"kind {recipe.kind} from position {recipe.start} reuses cached state, which is not "
-            "available yet; use a cold recipe",
-        )
-    expected = decoder_start(request.num_prompt_tokens, window, recipe.tail, recipe.start)
+    _check_floors(recipe, num_prompt_tokens, window)
+    expected = decoder_start(num_prompt_tokens, window, recipe.tail, recipe.start)
     if recipe.decoder_start != expected:
         raise InvalidArgument(
             "recipe.decoder_start",
-            f"{recipe.decoder_start} does not follow from {request.num_prompt_tokens} prompt "
-            f"tokens, window {window} and tail {recipe.tail}, which give {expected}",
+            f"{recipe.decoder_start} does not follow from {num_prompt_tokens} prompt tokens, "
+            f"window {window} and tail {recipe.tail}, which give {expected}",
         )
+
+
+def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
+    """Ranges only: which of them fit together is the planner's affair."""
+    floor = recipe.write_floor
+    if (recipe.kind is PlanKind.COLD) is not (floor == 0):
+        raise InvalidArgument(
+            "recipe.kind", f"kind {recipe.kind} does not go with write floor {floor}"
+        )
+    if floor % window or not 0 <= floor < num_prompt_tokens:
+        raise InvalidArgument(
+            "recipe.write_floor",
+            f"{floor} is no block boundary in a prompt of {num_prompt_tokens} tokens",
+        )
+    if not 0 <= recipe.swa_floor <= recipe.start <= floor:
+        raise InvalidArgument(
+            "recipe.start",
+            f"{recipe.start} does not lie between the read floor {recipe.swa_floor} and the write "
+            f"floor {floor}",
+        )
+    restarts = recipe.restarts
+    in_order = list(restarts) == sorted(set(restarts))
+    if not in_order or any(r <= 0 or r % window or r > floor for r in restarts):
+        raise InvalidArgument(
+            "recipe.restarts",
+            f"{restarts} are not ascending block boundaries up to the write floor {floor}",
+        )
+
+
+def _tail_exact(field: str) -> InvalidArgument:
+    return InvalidArgument(
+        field, "tail 'exact' is not available yet; use floored, layer_exact or full"
+    )
 
 
 def _check_tokens(request: GenerationRequest, max_model_len: int) -> None:

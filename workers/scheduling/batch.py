@@ -1,6 +1,7 @@
 """Which rows, with which floors, does one sequence bring into a step?
 
-All numbers come from the recipe and are absolute, so that no result depends on where chunks end:
+All numbers come from the recipe and the pass and are absolute, so that no result depends on where
+chunks end:
 
     0        write_floor   decoder_start (= decoder floor)            stop
     |-------------|--------------|--------------------------------------|
@@ -19,25 +20,27 @@ LOOKBACK = 3
 
 def source_floor(recipe: Recipe) -> int:
     """Lowest layer-E window row that a decoder row may read (replay rules, section 2)."""
-    if recipe.tail is TailVariant.LAYER_EXACT:
-        return recipe.swa_floor
-    return recipe.decoder_start
+    if recipe.source_floor is not None:
+        return recipe.source_floor
+    return recipe.swa_floor if recipe.tail is TailVariant.LAYER_EXACT else recipe.decoder_start
 
 
 def encoder_chunk(sequence: Sequence, stop: int) -> SequenceStep:
     """Rows [position, stop) on an encoder worker; the tail's encoder output leaves the step."""
-    recipe = sequence.request.recipe
+    first = sequence.recipe.decoder_start
     return _step(
         sequence,
         encoder_stop=stop,
         decoder=(stop, stop),
-        hand_over_from=recipe.decoder_start if stop > recipe.decoder_start else None,
+        hand_over_from=first if stop > first and sequence.is_last_pass else None,
     )
 
 
 def local_chunk(sequence: Sequence, stop: int) -> SequenceStep:
     """Rows [position, stop) on a decode worker that prefills by itself."""
-    first = max(sequence.position, sequence.request.recipe.decoder_start)
+    first = max(sequence.position, sequence.recipe.decoder_start)
+    if not sequence.is_last_pass:
+        first = stop
     return _step(sequence, encoder_stop=stop, decoder=(min(first, stop), stop))
 
 
@@ -60,7 +63,7 @@ def _step(
     inbound: bool = False,
     hand_over_from: int | None = None,
 ) -> SequenceStep:
-    recipe = sequence.request.recipe
+    recipe, rows = sequence.recipe, sequence.encoder_pass
     start = sequence.position if encoder_stop is not None else sequence.prefill_stop
     stop = encoder_stop if encoder_stop is not None else start
     samples = decoder[0] < decoder[1] == sequence.num_tokens
@@ -70,8 +73,8 @@ def _step(
         token_ids=tuple(sequence.token_ids[start:stop]),
         lookback_ids=tuple(sequence.token_ids[max(0, start - LOOKBACK) : start]),
         encoder_start=start,
-        swa_floor=recipe.swa_floor,
-        write_floor=recipe.write_floor,
+        swa_floor=rows.swa_floor,
+        write_floor=rows.write_floor,
         decoder_start=decoder[0],
         decoder_stop=decoder[1],
         decoder_floor=recipe.decoder_start,

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
+from ripresa.workers.prompt_plan import PromptPlan
 from ripresa.workers.request import FinishReason, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
 from ripresa.workers.scheduling.batch import decode_row, encoder_chunk, local_chunk, tail_chunk
@@ -119,27 +121,38 @@ class Scheduler:
                 f"{self._pages.num_blocks}; lower max_tokens or raise engine.num_blocks",
             )
 
-    def add(self, request: GenerationRequest, *, is_inbound: bool = False) -> Sequence:
+    def add(
+        self,
+        request: GenerationRequest,
+        plan: PromptPlan | None,
+        chain: tuple[BlockIdentity, ...] = (),
+    ) -> Sequence:
         """Reserve every page the request can need; it waits until `begin`.
 
         Args:
-            is_inbound: its encoder rows come by transfer (decode role only).
+            plan: how its encoder rows are computed; None if they come by transfer (decode role
+                only).
+            chain: without a plan, cached blocks that the transfer will probably not bring.
 
         Raises:
             InvalidArgument: see `check`.
             ResourceExhausted: the pages are not free.
+            RipresaError: NOT_FOUND; a block of the chain is gone since it was planned.
         """
-        if is_inbound and self._role is not WorkerRole.DECODE:
+        if plan is None and self._role is not WorkerRole.DECODE:
             raise ValueError("an encoder worker receives no encoder output")
         self.check(request)
-        pages = self._pages.reserve(self._positions(request))
-        sequence = Sequence(request, pages, is_inbound=is_inbound)
+        chain = chain if plan is None else plan.chain
+        pages = self._pages.reserve(self._positions(request), chain)
+        sequence = Sequence(request, pages, plan)
         self._waiting[pages.slot] = sequence
         return sequence
 
     def begin(self, sequence: Sequence) -> None:
         """What the sequence's first row depends on is there: it joins the prefill queue."""
         sequence.move(SequenceStatus.PREFILL)
+        if sequence.is_inbound:
+            sequence.committed = sequence.prefill_stop
         del self._waiting[sequence.pages.slot]
         self._prefill[sequence.pages.slot] = sequence
 
@@ -164,7 +177,8 @@ class Scheduler:
         for sequence in self._prefill.values():
             if rows == 0:
                 break
-            stop = chunk_stop(sequence.position, sequence.prefill_stop, rows, window)
+            end = sequence.prefill_stop if sequence.is_inbound else sequence.encoder_pass.stop
+            stop = chunk_stop(sequence.position, end, rows, window)
             if stop is not None:
                 batch.append((sequence, self._chunk(sequence, stop)))
                 rows -= stop - sequence.position
@@ -263,7 +277,7 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, step: SequenceStep, token: int | None) -> Progress:
         in_prefill = sequence.status is SequenceStatus.PREFILL
-        sequence.position = step.decoder_stop if step.inbound else step.encoder_stop
+        sequence.advance(step.decoder_stop if step.inbound else step.encoder_stop)
         is_prefill_done = in_prefill and sequence.position == sequence.prefill_stop
         if token is None:
             if is_prefill_done:

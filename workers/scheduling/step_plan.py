@@ -32,6 +32,8 @@ class SequenceStep:
         hand_over_from: encoder output of rows at or above it leaves the step; None for none.
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.
         return_logits: all decoder rows' logits leave the step (verification).
+        cut_windows: boundaries X in (encoder_start, encoder_stop] whose encoder window, the rows
+            of positions [X-W, X), leaves the step.
     """
 
     slot: int
@@ -50,6 +52,7 @@ class SequenceStep:
     hand_over_from: int | None = None
     sampling: SamplingParams | None = None
     return_logits: bool = False
+    cut_windows: tuple[int, ...] = ()
 
     @property
     def encoder_stop(self) -> int:

@@ -59,7 +59,8 @@ class Manifest:
         sender: worker id of the encoder.
         layout_digest: digest of the KV layout; both ends must agree byte for byte.
         num_tokens: L, the prompt's positions.
-        first_block: number of the first block that is sent (0 when nothing is held).
+        first_block: number of the first block that the sender can send. The receiver names the
+            first one that it lacks when it accepts.
         recipe: what the encoder really computed.
     """
 
@@ -95,8 +96,12 @@ class Sink(Protocol):
     After an `open` that returned, exactly one of `complete` and `fail` is called, once, last.
     """
 
-    def open(self, manifest: Manifest) -> None:
-        """Check reservation, generation and layout; raise RipresaError to refuse."""
+    def open(self, manifest: Manifest) -> int:
+        """Check reservation, generation and layout; the number of the first block to send.
+
+        The blocks below it are held, and stay until the transfer has ended. Raises RipresaError to
+        refuse.
+        """
 
     def section_bytes(self, manifest: Manifest, section: Section) -> int:
         """Bytes that this worker's own layout derives for a section."""
@@ -248,11 +253,13 @@ class Accept:
 
     Attributes:
         idle_timeout_s: the receiver fails the transfer when it hears nothing for this long.
+        first_block: number of the first block that the receiver lacks.
     """
 
     transfer_id: str
     generation: int
     idle_timeout_s: float
+    first_block: int
 
 
 class Peer(Protocol):
@@ -326,6 +333,10 @@ class OutboundTransfer(Protocol):
 
     @property
     def num_bytes_sent(self) -> int: ...
+
+    @property
+    def first_block(self) -> int:
+        """Number of the first block that the receiver lacks."""
 
     async def send(self, section: Section, payload: torch.Tensor) -> None:
         """Deliver one section (uint8 [num_bytes], CPU or the lane's device).

@@ -46,12 +46,14 @@ class _Inbound:
     """One transfer as its receiver sees it.
 
     Attributes:
+        first_block: the first block that is sent.
         stored: every section stored so far with its checksum, in order.
         arriving: the section on its way, and the task that receives it.
         failure: why it failed; None while it has not.
     """
 
     manifest: Manifest
+    first_block: int
     state: TransferState = TransferState.OFFERED
     stored: list[tuple[Section, int]] = field(default_factory=list)
     arriving: tuple[SendSection, asyncio.Task[None]] | None = None
@@ -65,7 +67,7 @@ class _Inbound:
     @property
     def next_block(self) -> int:
         last = self.stored[-1][0].last_block if self.stored else 0
-        return last or self.manifest.first_block
+        return last or self.first_block
 
     @property
     def has_state(self) -> bool:
@@ -171,24 +173,32 @@ class InboundTransfers:
 
     def _offer(self, manifest: Manifest) -> Accept:
         transfer_id, generation = manifest.transfer_id, manifest.generation
-        accept = Accept(transfer_id, generation, self._config.idle_timeout_s)
         known = self._running.get(transfer_id) or self._ended.get(transfer_id)
         if known is not None:
             if known.manifest != manifest:
                 raise _refusal(manifest, "was offered before with another manifest")
             self._require_not_failed(known)
             self._touch(known)
-            return accept
+            return self._accept(known)
         withdrawn = self._withdrawn.get((transfer_id, generation))
         if withdrawn is not None:
             raise Unavailable(f"transfer {transfer_id} was withdrawn: {withdrawn}")
         superseded = self._running_of_older_generations(manifest)
-        self._sink.open(manifest)
+        first_block = self._sink.open(manifest)
         for other in superseded:
             self._fail(other, f"superseded by generation {generation}")
-        self._running[transfer_id] = transfer = _Inbound(manifest)
+        self._running[transfer_id] = transfer = _Inbound(manifest, first_block)
         self._touch(transfer)
-        return accept
+        return self._accept(transfer)
+
+    def _accept(self, transfer: _Inbound) -> Accept:
+        manifest = transfer.manifest
+        return Accept(
+            manifest.transfer_id,
+            manifest.generation,
+            self._config.idle_timeout_s,
+            transfer.first_block,
+        )
 
     def _running_of_older_generations(self, manifest: Manifest) -> list[_Inbound]:
         """Transfers that a manifest replaces; refuses one that is itself stale or a rival."""

@@ -151,6 +151,7 @@ class _Outbound:
         self._order = asyncio.Lock()
         self._checksums: list[int] = []
         self._num_bytes_sent = 0
+        self._first_block = manifest.first_block
         self._keep_alive: asyncio.Task[None] | None = None
         self._last_message = 0.0
 
@@ -162,6 +163,10 @@ class _Outbound:
     def num_bytes_sent(self) -> int:
         return self._num_bytes_sent
 
+    @property
+    def first_block(self) -> int:
+        return self._first_block
+
     async def offer(self) -> None:
         with self._ends_on_error():
             accept = await deliver(
@@ -170,6 +175,7 @@ class _Outbound:
             if not isinstance(accept, Accept):
                 raise Unavailable(f"{self.receiver} answered an offer by {accept!r}")
             self._require_running()
+        self._first_block = accept.first_block
         self._touch()
         self._keep_alive = asyncio.get_running_loop().create_task(
             self._say_alive(accept.idle_timeout_s / _KEEP_ALIVES_PER_TIMEOUT)

@@ -233,7 +233,10 @@ async def test_metrics_of_a_finished_stream(
     stub: Any, service: InferenceService, tokenizer: Tokenizer
 ) -> None:
     await collect(stub.Generate(ask("hi", max_tokens=5)))
-    assert value(service, "ripresa_prompt_tokens_total") == len(tokenizer.encode("hi"))
+    sources = ("skipped_local", "skipped_peer", "resumed", "recomputed", "new")
+    tokens = [value(service, "ripresa_prompt_tokens_total", source=source) for source in sources]
+    assert tokens == [0, 0, 0, 0, len(tokenizer.encode("hi"))]
+    assert value(service, "ripresa_plan_kind_total", kind="cold") == 1
     assert value(service, "ripresa_generation_tokens_total") == 5
     assert value(service, "ripresa_time_to_first_token_seconds_count") == 1
     assert value(service, "ripresa_inter_token_latency_seconds_count") == 4

@@ -19,7 +19,10 @@ from ripresa.cluster.observability.metrics import (
     RequestState,
 )
 from ripresa.workers.errors import ErrorCode
+from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.request import FinishReason, WorkCounters
+
+RECIPE = Recipe(PlanKind.BOUNDED, 2, 2, 4, (4,), 5, TailVariant.FLOORED, 0)
 
 COUNTERS = WorkCounters(
     encoder_rows=40, decoder_prefill_rows=12, decoder_rows=18, transfer_bytes=2_048
@@ -79,7 +82,7 @@ def test_names_follow_the_conventions() -> None:
 
 def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
-    assert set(labels) == {"finish_reason", "code", "backend", "phase"}
+    assert set(labels) == {*("finish_reason", "code", "backend", "phase", "source", "kind")}
     assert all(len(values) <= 16 for values in labels.values())
 
 
@@ -96,6 +99,7 @@ def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
     request = metrics.request_started(num_prompt_tokens=7)
     assert samples(metrics)["ripresa_num_requests_waiting",] == 1
     request.running()
+    request.planned(RECIPE)
     assert samples(metrics)["ripresa_num_requests_waiting",] == 0
     assert samples(metrics)["ripresa_num_requests_running",] == 1
     for pause_s, num_tokens in ((0.3, 1), (0.02, 2), (0.04, 1)):
@@ -106,7 +110,16 @@ def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
 
     read = samples(metrics)
     assert read["ripresa_num_requests_running",] == 0
-    assert read["ripresa_prompt_tokens_total",] == 7
+    by_source = {key[1]: read[key] for key in read if key[0] == "ripresa_prompt_tokens_total"}
+    assert by_source == {
+        "skipped_local": 2,
+        "skipped_peer": 0,
+        "resumed": 0,
+        "recomputed": 2,
+        "new": 3,
+    }
+    assert read["ripresa_plan_kind_total", "bounded"] == 1
+    assert read["ripresa_lineage_restarts_total",] == 1
     assert read["ripresa_generation_tokens_total",] == 4
     assert read["ripresa_time_to_first_token_seconds_count",] == 1
     assert read["ripresa_time_to_first_token_seconds_sum",] == pytest.approx(0.3)
@@ -148,7 +161,7 @@ def test_a_refused_request_never_waits(metrics: GatewayMetrics) -> None:
     read = samples(metrics)
     assert read["ripresa_request_failure_total", "RESOURCE_EXHAUSTED"] == 1
     assert read["ripresa_num_requests_waiting",] == 0
-    assert read["ripresa_prompt_tokens_total",] == 0
+    assert read["ripresa_prompt_tokens_total", "new"] == 0
 
 
 def test_a_request_ends_once(metrics: GatewayMetrics) -> None:
@@ -164,8 +177,8 @@ def test_a_request_ends_once(metrics: GatewayMetrics) -> None:
 
 def test_two_gateways_of_one_process_do_not_mix(metrics: GatewayMetrics) -> None:
     other = GatewayMetrics()
-    other.request_started(num_prompt_tokens=5)
-    assert samples(metrics)["ripresa_prompt_tokens_total",] == 0
+    other.request_started(num_prompt_tokens=7).planned(RECIPE)
+    assert samples(metrics)["ripresa_prompt_tokens_total", "new"] == 0
 
 
 @given(

@@ -9,12 +9,14 @@ from hash_machine import WINDOW
 from hash_requests import make_request
 
 from ripresa.workers.errors import InvalidArgument
-from ripresa.workers.replay import PlanKind, TailVariant
-from ripresa.workers.request import GenerationRequest
+from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse, GenerationRequest
 from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
 
 GOOD = make_request(20, max_tokens=4)
+assert GOOD.recipe is not None
 RECIPE = GOOD.recipe
+BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,16 @@ RECIPE = GOOD.recipe
         (make_request(20, max_tokens=2, streamed=(5, 6)), "sampling.max_tokens"),
         (replace(GOOD, recipe=replace(RECIPE, tail=TailVariant.EXACT)), "recipe.tail"),
         (replace(GOOD, recipe=replace(RECIPE, kind=PlanKind.BOUNDED)), "recipe.kind"),
-        (replace(GOOD, recipe=replace(RECIPE, start=8)), "recipe.kind"),
+        (replace(GOOD, recipe=replace(RECIPE, kind=PlanKind.RESUME)), "recipe.kind"),
+        (replace(GOOD, recipe=replace(RECIPE, start=8)), "recipe.start"),
+        (replace(GOOD, recipe=replace(BOUNDED, write_floor=9)), "recipe.write_floor"),
+        (replace(GOOD, recipe=replace(BOUNDED, write_floor=24)), "recipe.write_floor"),
+        (replace(GOOD, recipe=replace(BOUNDED, swa_floor=1)), "recipe.start"),
+        (replace(GOOD, recipe=replace(BOUNDED, restarts=(8, 8))), "recipe.restarts"),
+        (replace(GOOD, recipe=replace(BOUNDED, restarts=(4,))), "recipe.restarts"),
+        (replace(GOOD, recipe=replace(BOUNDED, restarts=(16,))), "recipe.restarts"),
+        (replace(GOOD, recipe=None, tail=TailVariant.EXACT), "tail"),
+        (replace(GOOD, cache=CacheUse(ReplayMode.CANONICAL)), "cache.mode"),
         (replace(GOOD, recipe=replace(RECIPE, decoder_start=11)), "recipe.decoder_start"),
         (replace(GOOD, recipe=replace(RECIPE, rules_version="0")), "recipe.rules_version"),
     ],

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hash_machine import EOS, WINDOW, HashMachine, reference_stream
-from hash_requests import make_request
+from hash_requests import cold_plan, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.errors import (
@@ -43,8 +44,9 @@ class Worker:
         alter: Callable[[SequenceStep], SequenceStep] = lambda step: step,
     ) -> None:
         self.machine = HashMachine(num_blocks, num_slots, max_model_len)
+        blocks = BlockCache(BlockPool(num_blocks), WINDOW)
         self.pages = PagePool(
-            BlockPool(num_blocks), SlotPool(num_slots), WINDOW, self.machine.release_slot
+            blocks, num_blocks, SlotPool(num_slots), WINDOW, self.machine.release_slot
         )
         limits = SchedulerLimits(WINDOW, budget, max_model_len, EOS)
         self.scheduler = Scheduler(role, self.pages, limits)
@@ -58,7 +60,11 @@ class Worker:
         self._alter = alter
 
     def add(self, request: GenerationRequest, *, is_inbound: bool = False) -> Sequence:
-        sequence = self.scheduler.add(request, is_inbound=is_inbound)
+        plan = None if is_inbound else cold_plan(request)
+        sequence = self.scheduler.add(request, plan)
+        if is_inbound:
+            assert request.recipe is not None
+            sequence.fix(request.recipe)
         self._live[sequence.pages.slot] = sequence
         self.streams[request.request_id] = []
         self.outputs[request.request_id] = []
@@ -98,7 +104,7 @@ class Worker:
 
     def assert_empty(self) -> None:
         self.scheduler.check_integrity()
-        assert self.pages.num_free_blocks == self.pages.num_blocks
+        assert self.pages.num_available_blocks == self.pages.num_blocks
         assert self.pages.num_free_slots == self.pages.num_slots
         assert self.machine.violations == []
 
@@ -397,9 +403,9 @@ def test_a_full_pool_refuses_and_takes_nothing() -> None:
     first = worker.add(make_request(40, request_id="a", max_tokens=8))
     assert len(first.pages.blocks) == 6
     with pytest.raises(ResourceExhausted, match="2 of 8 are free"):
-        worker.scheduler.add(make_request(20, request_id="b", max_tokens=5))
+        worker.add(make_request(20, request_id="b", max_tokens=5))
     with pytest.raises(InvalidArgument) as caught:
-        worker.scheduler.add(make_request(60, request_id="c", max_tokens=20))
+        worker.add(make_request(60, request_id="c", max_tokens=20))
     assert caught.value.field == "sampling.max_tokens"
     worker.run()
     worker.assert_empty()

@@ -261,7 +261,7 @@ async def test_late_messages_after_the_end_change_nothing(sides: Sides) -> None:
     unknown = replace(SECTIONS[0], num_bytes=1)
     key = (wanted.transfer_id, wanted.generation)
     agreed = transfer_checksum([c for _, c in expected_record()])
-    assert await sides.receiver("deliver", Offer(wanted)) == Accept(*key, 10.0)
+    assert await sides.receiver("deliver", Offer(wanted)) == Accept(*key, 10.0, 0)
     await sides.receiver("deliver", SendSection(*key, "gone", SECTIONS[0]))
     await sides.receiver("deliver", Complete(*key, agreed))
     await sides.receiver("deliver", KeepAlive(*key))
@@ -441,7 +441,7 @@ def test_every_message_survives_pickling() -> None:
     key = (wanted.transfer_id, 3)
     for message in (
         Offer(wanted),
-        Accept(*key, 1.0),
+        Accept(*key, 1.0, 0),
         SendSection(*key, "lane", SECTIONS[2]),
         Complete(*key, 2**64 - 1),
         Fail(*key, "why"),

@@ -88,12 +88,13 @@ class RecordingSink:
     violations: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def open(self, manifest: Manifest) -> None:
+    def open(self, manifest: Manifest) -> int:
         if manifest.layout_digest != DIGEST:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "the layouts differ")
         if manifest.transfer_id in self.opened:
             self.violations.append(f"open again: {manifest.transfer_id}")
         self.opened.append(manifest.transfer_id)
+        return manifest.first_block
 
     def section_bytes(self, manifest: Manifest, section: Section) -> int:
         if section.kind is SectionKind.STATE:

@@ -186,7 +186,10 @@ class Attention:
         records = grid.encode(rows)
         context = ring.index_select(0, plan.context_from)
         buffer = rows.new_zeros(plan.num_buffer_rows, rows.shape[1])
-        buffer.index_copy_(0, plan.buffer_to, grid.decode(torch.cat((context, records))))
+        known = torch.cat((context, records))
+        buffer.index_copy_(0, plan.buffer_to, grid.decode(known))
+        if len(plan.cut_from):
+            self._cache.cut_rows[layer] = known.index_select(0, plan.cut_from)
         ring.index_copy_(0, plan.ring_to, records.index_select(0, plan.ring_from))
         return buffer
 

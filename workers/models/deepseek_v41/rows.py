@@ -27,6 +27,7 @@ class Run:
         floor: window rows below it do not exist for these rows.
         write_floor: block KV of positions below it is not written.
         block_table: block k holds positions [k * W, (k + 1) * W).
+        cut_windows: boundaries X in (start, stop]; the window rows [X-W, X) leave the step.
     """
 
     slot: int
@@ -35,6 +36,7 @@ class Run:
     floor: int
     write_floor: int
     block_table: Sequence[int]
+    cut_windows: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +55,7 @@ class WindowPlan:
         buffer_to: buffer rows of these, then of the step's own rows.
         ring_from, ring_to: rows of the step that stay in rings, and their ring rows.
         lo, hi: [T] buffer rows that each row attends.
+        cut_from: rows of the context, followed by the step's own, that leave the step.
     """
 
     num_buffer_rows: int
@@ -63,6 +66,7 @@ class WindowPlan:
     lo: torch.Tensor
     hi: torch.Tensor
     tiles: ops.WindowTiles
+    cut_from: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,25 @@ class Rows:
             lo=lo,
             hi=hi,
             tiles=ops.window_tiles(lo, hi, window, self._min_group),
+            cut_from=self._tensor(self._cut_rows(context_start, context_count)),
         )
+
+    def _cut_rows(self, context_start: Ints, context_count: Ints) -> Ints:
+        """Where the rows of the windows to cut lie among the context rows and the step's own."""
+        num_context = int(context_count.sum())
+        context_offset = np.cumsum(context_count) - context_count
+        parts = [np.empty(0, dtype=np.int64)]
+        for number, run in enumerate(self.runs):
+            for boundary in run.cut_windows:
+                position = np.arange(boundary - self._layout.window, boundary)
+                parts.append(
+                    np.where(
+                        position < run.start,
+                        position - context_start[number] + context_offset[number],
+                        position - run.start + self._offset[number] + num_context,
+                    )
+                )
+        return np.concatenate(parts)
 
     def ring_rows(self, stops: Sequence[int] | Ints) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the step below each run's stop that a ring keeps, and their ring rows."""

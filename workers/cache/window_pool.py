@@ -1,0 +1,110 @@
+"""Which encoder windows does a worker keep, so that a hit can go on without a replay?
+
+`swa@X` is the window rows of positions [X-W, X) of every encoder layer, as one payload: all or
+nothing, of one lineage, and never of replayed rows. It is named by the block that ends at X.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.errors import ErrorCode, RipresaError
+
+_MAX_REMEMBERED_MISSES = 4096
+
+
+class WindowPool:
+    """Windows in host memory; the least recently used ones make room.
+
+    Args:
+        capacity_bytes: most bytes of payloads; 0 keeps nothing.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 0:
+            raise ValueError(f"a pool cannot hold {capacity_bytes} bytes")
+        self._capacity_bytes = capacity_bytes
+        self._held: OrderedDict[BlockIdentity, torch.Tensor] = OrderedDict()
+        self._missed: OrderedDict[BlockIdentity, None] = OrderedDict()
+        self._num_bytes = 0
+        self._num_hits = 0
+        self._num_misses = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, identity: object) -> bool:
+        return identity in self._held
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_hits(self) -> int:
+        """Windows that a request went on from."""
+        return self._num_hits
+
+    @property
+    def num_misses(self) -> int:
+        """Replays that a window would have spared."""
+        return self._num_misses
+
+    def put(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
+        """Keep a window (uint8 [num_bytes]); the first one of an identity stays.
+
+        One that is larger than the whole pool is not kept.
+        """
+        if identity in self._held:
+            self._held.move_to_end(identity)
+            return
+        if payload.nbytes > self._capacity_bytes:
+            return
+        while self._num_bytes + payload.nbytes > self._capacity_bytes:
+            _, oldest = self._held.popitem(last=False)
+            self._num_bytes -= oldest.nbytes
+        self._held[identity] = payload
+        self._num_bytes += payload.nbytes
+        self._missed.pop(identity, None)
+
+    def take(self, identity: BlockIdentity) -> torch.Tensor:
+        """The payload of a window that is held, which counts as used now.
+
+        Raises:
+            RipresaError: NOT_FOUND; it is gone since it was planned. Plan again.
+        """
+        payload = self._held.get(identity)
+        if payload is None:
+            raise RipresaError(ErrorCode.NOT_FOUND, "the planned window is not held; plan again")
+        self._held.move_to_end(identity)
+        self._num_hits += 1
+        return payload
+
+    def miss(self, identity: BlockIdentity) -> None:
+        """A request replayed for want of this window."""
+        self._num_misses += 1
+        self._missed[identity] = None
+        if len(self._missed) > _MAX_REMEMBERED_MISSES:
+            self._missed.popitem(last=False)
+
+    def was_missed(self, identity: BlockIdentity) -> bool:
+        """Whether two prompts parted here, and no window has been kept since."""
+        return identity in self._missed
+
+    def clear(self) -> None:
+        """Forget every window."""
+        self._held.clear()
+        self._num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) unless the bytes add up and fit."""
+        num_bytes = sum(payload.nbytes for payload in self._held.values())
+        if num_bytes != self._num_bytes or num_bytes > self._capacity_bytes:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"the window pool counts {self._num_bytes} bytes, holds {num_bytes} and may hold "
+                f"{self._capacity_bytes}",
+            )

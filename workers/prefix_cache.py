@@ -1,0 +1,219 @@
+"""What does a worker hold of a request's tokens, and when do others find what it computes?
+
+    admitted ── hash ── match ── plan ──▶ adopted chain + own blocks
+    step done ── full blocks below the committed position ──▶ published in the recipe's lineage
+
+The first writer of an identity stays. The partial block at the end is never published.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from ripresa.workers.cache.block_cache import BlockCache
+from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, HashContext
+from ripresa.workers.cache.block_record import BlockRecord, Producer
+from ripresa.workers.cache.window_pool import WindowPool
+from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.prompt_plan import (
+    PromptPlan,
+    block_identity,
+    first_execution,
+    held_chain,
+    re_execution,
+)
+from ripresa.workers.replay import PlanKind, Recipe
+from ripresa.workers.replay_planner import plan_prefill
+from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
+from ripresa.workers.request import GenerationRequest
+from ripresa.workers.sequence import Sequence
+
+NUM_LAST_WINDOWS = 3
+"""Boundaries of a finished turn whose windows are kept, so that any append finds one."""
+
+
+class PrefixCache:
+    """A worker's cached prefixes, request by request.
+
+    Args:
+        blocks: the worker's blocks.
+        geometry: the model, as the replay rules see it.
+        layout_digest: names model, weights, KV format and geometry.
+        windows: which encoder windows are kept.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockCache,
+        geometry: ReplayGeometry,
+        layout_digest: bytes,
+        windows: WindowConfig,
+    ) -> None:
+        self.blocks = blocks
+        self.windows = WindowPool(
+            0 if windows.policy is WindowPolicy.ZERO else windows.capacity_bytes
+        )
+        self.window_config = windows
+        self.geometry = geometry
+        self.weights = layout_digest.hex()
+        self._layout_digest = layout_digest
+
+    def open(self, request: GenerationRequest) -> RequestPrefix:
+        """Hash a request's blocks. Raises InvalidArgument for an impossible token id."""
+        context = HashContext(
+            model="",
+            weights=self.weights,
+            kv_format="",
+            geometry=self._layout_digest,
+            window=self.geometry.window,
+            tenant_salt=request.tenant_salt,
+        )
+        return RequestPrefix(self, request, BlockHasher(context))
+
+
+class RequestPrefix:
+    """One request's blocks by name."""
+
+    def __init__(self, cache: PrefixCache, request: GenerationRequest, hasher: BlockHasher) -> None:
+        self._cache = cache
+        self._request = request
+        self._hasher = hasher
+        self._hashes = list(hasher.extend(request.token_ids))
+        self._num_published = 0
+        self._last_windows: deque[tuple[int, torch.Tensor]] = deque(maxlen=NUM_LAST_WINDOWS)
+
+    @property
+    def _window(self) -> int:
+        return self._cache.geometry.window
+
+    def plan(self) -> PromptPlan:
+        """How this worker computes the request's encoder rows, from what it holds now."""
+        request, geometry = self._request, self._cache.geometry
+        nothing: frozenset[BlockIdentity] = frozenset()
+        blocks = self._cache.blocks if request.cache.reads else nothing
+        windows = self._cache.windows if request.cache.reads else nothing
+        if request.recipe is not None:
+            return re_execution(
+                request.recipe, request.num_tokens, self._window, self._hashes, blocks, windows
+            )
+        query = PrefillQuery(
+            geometry=geometry,
+            num_tokens=request.num_tokens,
+            chain=self._match(),
+            windows=windows,
+            mode=request.cache.mode,
+            tail=request.tail,
+            seed=request.sampling.seed,
+        )
+        plan = first_execution(plan_prefill(query), query.chain)
+        if plan.recipe.kind is PlanKind.BOUNDED:
+            self._cache.windows.miss(plan.chain[-1])
+        return plan
+
+    def expected_chain(self) -> tuple[BlockIdentity, ...]:
+        """Blocks that a hand-over will probably not have to bring."""
+        if self._request.recipe is not None:
+            return self.chain(self._request.recipe)
+        return self._match()
+
+    def chain(self, recipe: Recipe) -> tuple[BlockIdentity, ...]:
+        """All leading blocks that are held in the recipe's lineage."""
+        if not self._request.cache.reads:
+            return ()
+        return held_chain(recipe, self._hashes, self._window, self._cache.blocks)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are committed by now."""
+        if not self._request.cache.writes:
+            return
+        num_full = sequence.committed // self._window
+        if num_full > len(self._hashes):
+            known = self._hasher.num_tokens
+            self._hashes += self._hasher.extend(sequence.token_ids[known : sequence.committed])
+        first = max(self._num_published, sequence.pages.num_adopted)
+        for number in range(first, num_full):
+            is_prompt = (number + 1) * self._window <= sequence.prefill_stop
+            record = BlockRecord(
+                identity=block_identity(sequence.recipe, self._hashes, number, self._window),
+                producer=Producer.PREFILL if is_prompt else Producer.DECODE,
+                weights=self._cache.weights,
+            )
+            offer = self._cache.blocks.offer(sequence.pages.blocks[number], record)
+            self._cache.blocks.acknowledge(offer, rank=0)
+        self._num_published = max(self._num_published, num_full)
+
+    def windows_to_cut(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+        """Boundaries whose windows encoder rows [start, stop) should leave behind."""
+        if not self._request.cache.writes or start == stop:
+            return ()
+        first = max(start // self._window + 1, -(-self._native_from(sequence) // self._window) + 1)
+        boundaries = (number * self._window for number in range(first, stop // self._window + 1))
+        last = sequence.prefill_stop - NUM_LAST_WINDOWS * self._window
+        return tuple(
+            x for x in boundaries if self._is_kept(sequence, x) or (self._keeps_any and x > last)
+        )
+
+    def keep_windows(
+        self, sequence: Sequence, cut: Mapping[int, torch.Tensor], *, is_turn_over: bool
+    ) -> None:
+        """Take the windows that a committed step left, after `publish`."""
+        for boundary, payload in sorted(cut.items()):
+            self._last_windows.append((boundary, payload))
+            if self._is_kept(sequence, boundary):
+                self._put(sequence, boundary, payload)
+        if is_turn_over:
+            for boundary, payload in self._last_windows:
+                self._put(sequence, boundary, payload)
+            self._last_windows.clear()
+
+    def _put(self, sequence: Sequence, boundary: int, payload: torch.Tensor) -> None:
+        number = boundary // self._window - 1
+        identity = block_identity(sequence.recipe, self._hashes, number, self._window)
+        self._cache.windows.put(identity, payload)
+
+    @property
+    def _keeps_any(self) -> bool:
+        return self._cache.window_config.policy is not WindowPolicy.ZERO
+
+    def _is_kept(self, sequence: Sequence, boundary: int) -> bool:
+        """Whether the policy wants a window, wherever the turn ends."""
+        config = self._cache.window_config
+        match config.policy:
+            case WindowPolicy.ZERO:
+                return False
+            case WindowPolicy.FULL:
+                return True
+            case WindowPolicy.PERIODIC:
+                return boundary % config.period == 0
+            case WindowPolicy.JUNCTION:
+                number = boundary // self._window - 1
+                return number < len(self._hashes) and self._cache.windows.was_missed(
+                    block_identity(sequence.recipe, self._hashes, number, self._window)
+                )
+
+    def _native_from(self, sequence: Sequence) -> int:
+        """Rows from here on are no replay: others may go on from what they leave in the rings."""
+        recipe, rows = sequence.recipe, sequence.encoder_pass
+        if sequence.is_inbound:
+            # The hit rule leaves more than one whole native window at the end of a prompt.
+            return max(0, sequence.prefill_stop - self._window)
+        if rows.start == 0:
+            return 0
+        is_direct = (rows.start, rows.write_floor) == (recipe.start, recipe.write_floor)
+        if is_direct and recipe.kind in (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW):
+            return rows.start
+        if is_direct and recipe.kind is PlanKind.REBUILD:
+            return rows.write_floor
+        return rows.start + self._window
+
+    def _match(self) -> tuple[BlockIdentity, ...]:
+        request, geometry = self._request, self._cache.geometry
+        if not request.cache.reads:
+            return ()
+        cap = request.num_tokens - (geometry.window + geometry.rewind)
+        return self._cache.blocks.match(
+            self._hashes, request.cache.mode, max_blocks=max(0, cap) // geometry.window
+        )

@@ -1,0 +1,106 @@
+"""How does one worker run a prompt: which blocks does it adopt, which encoder rows does it compute?
+
+    first execution   planner ──▶ recipe, one pass over [start, L)
+    any later one     recipe ──▶ rows behind every restart whose blocks are missing, then the rest
+
+        blocks held   ██████████░░░░░░░░░░░░░░
+        pass 0        ──────────────▶ X                floor 0,    writes from the held blocks on
+        pass 1                    ▶▶▶▶│────────────▶ L  floor X-W,  writes from X on
+
+Pure: no torch, ray, clock or randomness. Positions are absolute; ranges are half-open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.replay import PlanKind, Recipe
+from ripresa.workers.replay_plan import EncoderPass, PrefillPlan, encoder_passes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What a worker holds of a prompt and computes of it.
+
+    Attributes:
+        recipe: fixed for all executions.
+        chain: cached blocks to adopt, contiguous from block 0.
+        passes: encoder rows in order of computing.
+        window: the held window that the first row goes on from; None for none.
+    """
+
+    recipe: Recipe
+    chain: tuple[BlockIdentity, ...]
+    passes: tuple[EncoderPass, ...]
+    window: BlockIdentity | None = None
+
+
+def block_identity(
+    recipe: Recipe, hashes: Sequence[bytes], number: int, window: int
+) -> BlockIdentity:
+    """Identity of block `number` of a request that follows `recipe`."""
+    stop = (number + 1) * window
+    return BlockIdentity(hashes[number], tuple(r for r in recipe.restarts if r < stop))
+
+
+def held_chain(
+    recipe: Recipe,
+    hashes: Sequence[bytes],
+    window: int,
+    blocks: Container[BlockIdentity],
+) -> tuple[BlockIdentity, ...]:
+    """The leading blocks that are held in the recipe's lineage; others count as missing."""
+    chain = []
+    for number in range(len(hashes)):
+        identity = block_identity(recipe, hashes, number, window)
+        if identity not in blocks:
+            break
+        chain.append(identity)
+    return tuple(chain)
+
+
+def first_execution(plan: PrefillPlan, chain: Sequence[BlockIdentity]) -> PromptPlan:
+    """What the planner decided for the cached `chain` that it was shown."""
+    boundary = plan.window_from
+    return PromptPlan(
+        recipe=plan.recipe,
+        chain=tuple(chain[: plan.num_reused_blocks]),
+        passes=plan.passes,
+        window=None if boundary is None else chain[boundary // plan.window - 1],
+    )
+
+
+def re_execution(
+    recipe: Recipe,
+    num_tokens: int,
+    window: int,
+    hashes: Sequence[bytes],
+    blocks: Container[BlockIdentity],
+    windows: Container[BlockIdentity],
+) -> PromptPlan:
+    """Follow a recipe with what is held here, however little (replay rules, section 3).
+
+    Args:
+        num_tokens: prompt, and tokens that were streamed before.
+        hashes: of the prompt's full blocks.
+        blocks, windows: what is held.
+    """
+    chain = held_chain(recipe, hashes[: recipe.write_floor // window], window, blocks)
+    held, floor = len(chain) * window, recipe.write_floor
+    direct = EncoderPass(recipe.start, num_tokens, recipe.swa_floor, floor)
+    if recipe.kind is PlanKind.REBUILD:
+        # Its first rows, which a decoder half with tail full reads, are those of no native pass.
+        before = (EncoderPass(0, floor, 0, held),) if held < floor else ()
+        return PromptPlan(recipe, chain, (*before, direct))
+    if held == floor and recipe.kind in (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW):
+        source = chain[recipe.start // window - 1]
+        if source in windows:
+            return PromptPlan(recipe, chain, (direct,), source)
+    # Without a window its rows are computed again from the restart before them: the same values.
+    passes = encoder_passes(EncoderPass(0, num_tokens, 0, 0), recipe.restarts, window)
+    first = max(number for number, rows in enumerate(passes) if rows.write_floor <= held)
+    return PromptPlan(
+        recipe, chain, (replace(passes[first], write_floor=held), *passes[first + 1 :])
+    )
