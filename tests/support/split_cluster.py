@@ -75,7 +75,8 @@ class Stream:
         events = list(self.events[1:])
         if reserved.recipe is None:
             fixed, done = events[0], events[1]
-            assert isinstance(fixed, RecipeFixed) and isinstance(done, PrefillDone)
+            assert isinstance(fixed, RecipeFixed)
+            assert isinstance(done, PrefillDone)
             assert fixed.recipe == done.recipe
             del events[0]
         assert isinstance(events[0], PrefillDone)
