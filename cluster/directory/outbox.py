@@ -121,7 +121,6 @@ class Outbox:
                 is_complete = len(items) < self._max_items
                 if is_complete:
                     self._snapshot = None
-                items = [item for item in items if item in self._held]
             else:
                 items = list(islice(self._pending, self._max_items))
                 for item in items:

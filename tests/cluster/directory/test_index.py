@@ -125,7 +125,8 @@ def test_a_blind_worker_that_speaks_again_counts_again(index: PrefixIndex) -> No
     worker.hold(HASHES, now=0)
     assert index.lookup(HASHES, 2).chains == ()
     assert isinstance(worker.send(now=2.5), Accepted)
-    assert index.lookup(HASHES, 3.2).chains == (Chain((), 6),)
+    assert index.lookup(HASHES, 2.6).chains == (Chain((), 6),)
+    assert index.lookup(HASHES, 3.4).chains == (Chain((), 6),)
 
 
 def test_a_missing_number_makes_the_worker_send_everything(index: PrefixIndex) -> None:
@@ -313,6 +314,18 @@ def test_the_follower_learns_who_computes(index: PrefixIndex) -> None:
     assert index.lookup_or_claim(follower, "f", 0).flight == Follow("leader", 2, 3, "w", 7)
     worker.hold(HASHES[:3])
     assert index.lookup_or_claim(follower, "f", 0).flight == Lead(3, 5, 1.0)
+
+
+def test_a_follower_who_hears_gone_leads_from_there(index: PrefixIndex) -> None:
+    worker = Worker(index, "w")
+    index.lookup_or_claim(HASHES, "leader", 0)
+    worker.send(*runs(HASHES)[:2], leading=("leader",))
+    assert index.lookup_or_claim(HASHES, "f", 0).flight == Follow("leader", 2, 6, "w", 1)
+    assert index.lookup_or_claim(HASHES, "f", 0, gone="leader").flight == Lead(2, 6, 1.0)
+    assert index.lookup_or_claim(HASHES, "g", 0, gone="leader").flight == Follow(
+        "f", 2, 6, None, None
+    )
+    assert worker.send(leading=("leader",)) == Accepted(("leader",))
 
 
 def test_claims_of_a_dead_worker_are_free_at_once(index: PrefixIndex) -> None:

@@ -182,6 +182,25 @@ async def test_a_refused_worker_is_silent_until_it_has_another_incarnation(
     assert index.lookup(HASHES, 0).prefixes[0].holder.incarnation == 2
 
 
+async def test_a_reply_to_an_earlier_incarnation_is_not_taken(index: PrefixIndex) -> None:
+    wire = Wire(index)
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def slow(report: Report) -> Reply:
+        reply = await wire(report)
+        asked.set()
+        await answered.wait()
+        return reply
+
+    async with publishing(slow) as publisher:
+        hold(publisher, HASHES)
+        await asked.wait()
+        publisher.restart(2)
+        answered.set()
+        await wire.until(lambda: bool(index.lookup(HASHES, 0).prefixes))
+    assert index.lookup(HASHES, 0).prefixes[0].holder.incarnation == 2
+
+
 async def test_each_shard_hears_of_its_own_prompts() -> None:
     indexes = [PrefixIndex(SETTINGS, f"d{n}") for n in range(2)]
     wires = [Wire(index) for index in indexes]
