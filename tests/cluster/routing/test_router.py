@@ -56,7 +56,7 @@ class Cluster:
         self.prefill_started = asyncio.Event()
         self._changed = asyncio.Event()
         self._has_state: dict[str, asyncio.Event] = {}
-        self.router = ClusterRouter(self, self, window=128, reserve_timeout_s=1.0)
+        self.router = ClusterRouter(self, self, reserve_timeout_s=1.0)
 
     def workers(self) -> tuple[WorkerReport, ...]:
         return tuple(
