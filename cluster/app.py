@@ -141,6 +141,8 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
     """
     application = build_app(config)
     ray_settings = config.ray
+    # Ray tells at every start that its own ports ask for a token, which is as it should be.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(
         address=ray_settings.address or "local",
         include_dashboard=None if ray_settings.address else ray_settings.dashboard,
@@ -230,6 +232,8 @@ def run_demo(config: ClusterConfig) -> None:
             )
         _stream_demo(cluster.grpc_address)
         click.echo("stopping")
+        with progress("stopping"):
+            stack.close()
 
 
 def _stream_demo(address: str) -> None:

@@ -100,7 +100,8 @@ def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
     split = ("encoders.replicas=1",) if config is None else ()
     settings = _load(config, (*split, *assignments))
     _require_free_ports(settings)
-    from ripresa.cluster.app import run_demo
+    with progress("loading"):
+        from ripresa.cluster.app import run_demo
 
     run_demo(settings)
 
@@ -121,7 +122,8 @@ def serve(config: Path | None, assignments: tuple[str, ...]) -> None:
     """
     settings = _load(config, assignments)
     _require_free_ports(settings)
-    from ripresa.cluster.app import serve_forever
+    with progress("loading"):
+        from ripresa.cluster.app import serve_forever
 
     serve_forever(settings)
 
@@ -178,10 +180,14 @@ def verify_golden(ctx: click.Context, cases: tuple[str, ...], quick: bool) -> No
     Example:
       ripresa verify golden golden/case_a_plain_float golden/case_g_plain_replay
     """
-    with progress("verifying"):
-        from ripresa.workers.verify_golden import verify_golden as verify_folders
+    from ripresa.workers.verify_golden import verify_golden as verify_folders
 
-        agrees = verify_folders([Path(case) for case in cases], click.echo, quick=quick)
+    agrees = verify_folders(
+        [Path(case) for case in cases],
+        click.echo,
+        quick=quick,
+        progress=lambda line: click.echo(line, err=True),
+    )
     if not agrees:
         ctx.exit(FAILED)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import click
 
 FIRST_AFTER_S = 2.0
+MAX_PAUSE_S = 10.0
 
 
 def _echo(line: str) -> None:
@@ -20,7 +21,8 @@ def _echo(line: str) -> None:
 def progress(
     what: str, *, first_after_s: float = FIRST_AFTER_S, echo: Callable[[str], None] = _echo
 ) -> Iterator[None]:
-    """While the body runs, say so after `first_after_s` seconds and each time that doubles.
+    """While the body runs, say so after `first_after_s` seconds, then each time that doubles, and
+    at least every ten seconds.
 
     A body that is quicker leaves no line.
     """
@@ -31,7 +33,7 @@ def progress(
         pause = first_after_s
         while not over.wait(pause):
             echo(f"{what}: {time.monotonic() - started:.0f} s so far")
-            pause = time.monotonic() - started
+            pause = min(time.monotonic() - started, MAX_PAUSE_S)
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()

@@ -324,10 +324,13 @@ class Report:
         return not failed and bool(self._verdicts)
 
 
-def verify_golden(paths: list[Path], echo: Echo, *, quick: bool = False) -> bool:
+def verify_golden(
+    paths: list[Path], echo: Echo, *, quick: bool = False, progress: Echo | None = None
+) -> bool:
     """Compare each golden folder; True if every tensor of every folder agrees.
 
-    `quick` computes in one process and split over two workers, and in no other way.
+    `quick` computes in one process and split over two workers, and in no other way; `progress`
+    hears of each way before it is computed.
 
     Raises nothing for a bad folder: it is reported and counts as a difference.
     """
@@ -335,7 +338,7 @@ def verify_golden(paths: list[Path], echo: Echo, *, quick: bool = False) -> bool
     for path in paths:
         echo(f"{path}")
         try:
-            agreed = _verify_case(path, echo, quick)
+            agreed = _verify_case(path, echo, quick, progress or (lambda line: None))
         except RipresaError as error:
             echo(f"  cannot be verified: {error}")
             agreed = False
@@ -344,12 +347,14 @@ def verify_golden(paths: list[Path], echo: Echo, *, quick: bool = False) -> bool
     return good
 
 
-def _verify_case(path: Path, echo: Echo, quick: bool) -> bool:
+def _verify_case(path: Path, echo: Echo, quick: bool, progress: Echo) -> bool:
     golden = load_golden(path)
     config = ModelConfig.from_file(path / "checkpoint" / "config.json")
     report = Report(golden, echo)
     case = _Case(path / "checkpoint", config, golden, report)
-    for way in case.ways(quick):
+    ways = case.ways(quick)
+    for number, way in enumerate(ways, 1):
+        progress(f"{path.name}: way {number} of {len(ways)}, {way.name}")
         case.check(way)
     drafts = [name for name in golden if name.startswith("official.dspark.")]
     return report.finish(dict.fromkeys(drafts, "draft stages are not supported yet"))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -85,6 +86,7 @@ class ClusterRouter:
         view: which workers there are.
         calls: how they are reached.
         reserve_timeout_s: longest wait for a decode worker's reservation.
+        clock_ns: nanoseconds since the epoch; a later request's generations are higher.
     """
 
     def __init__(
@@ -92,10 +94,12 @@ class ClusterRouter:
         view: WorkerView,
         calls: WorkerCalls,
         reserve_timeout_s: float = 5.0,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._view = view
         self._calls = calls
         self._reserve_timeout_s = reserve_timeout_s
+        self._clock_ns = clock_ns
         self._pending: Counter[str] = Counter()
         self._running: dict[str, str] = {}
         # The decode worker of each session's last turn, newest last.
@@ -130,7 +134,7 @@ class ClusterRouter:
             raise InvalidArgument(
                 "options.cache_policy.tail", "tail EXACT is not supported by this version"
             )
-        execution = Execution(prompt)
+        execution = Execution(prompt, self._clock_ns() // 1000)
         placed = planned = False
         avoid: set[str] = set()
         for attempt in range(MAX_EXECUTIONS):
@@ -318,11 +322,13 @@ class Execution:
         recipe: fixed by the worker that ran the encoder rows first; it never changes.
     """
 
-    def __init__(self, prompt: PromptRequest) -> None:
+    def __init__(self, prompt: PromptRequest, first_generation: int) -> None:
         self._prompt = prompt
         self.recipe: Recipe | None = None
         self._streamed: list[int] = []
-        self._next_generation = 0
+        # Above every generation of an earlier request with this id: workers that have not heard
+        # of its end yet replace it.
+        self._next_generation = first_generation
         self._prefill_counters = WorkCounters()
 
     def fix(self, recipe: Recipe | None) -> None:
