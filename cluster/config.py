@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.config import EngineConfig, Numerics, ParkConfig, WindowConfig
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.replay import TailVariant
@@ -177,6 +177,8 @@ class ClusterConfig:
             are computed, for debugging.
         default_tail: tail variant of requests that name none.
         torch_threads: threads of torch in each worker process.
+        windows: which encoder windows every worker keeps for later hits.
+        parked: how decode workers keep sessions between their turns.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -184,6 +186,8 @@ class ClusterConfig:
     decoders: DecoderSettings = field(default_factory=DecoderSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    windows: WindowConfig = field(default_factory=WindowConfig)
+    parked: ParkConfig = field(default_factory=ParkConfig)
     ray: RaySettings = field(default_factory=RaySettings)
     numerics: Numerics = Numerics.FAST
     kv_format: KVFormat = KVFormat.PACKED
@@ -237,6 +241,8 @@ class ClusterConfig:
             default_tail=self.default_tail,
             numerics=self.numerics,
             kv_format=self.kv_format,
+            windows=self.windows,
+            parked=self.parked,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,
                 hand_over_timeout_s=self.transfer.hand_over_timeout_s,

@@ -46,9 +46,9 @@ class WindowConfig:
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ConfigError("engine.windows.period", f"{self.period} is below 1")
+            raise ConfigError("windows.period", f"{self.period} is below 1")
         if self.capacity_bytes < 0:
-            raise ConfigError("engine.windows.capacity_bytes", f"{self.capacity_bytes} is below 0")
+            raise ConfigError("windows.capacity_bytes", f"{self.capacity_bytes} is below 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,9 @@ class ParkConfig:
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 0:
-            raise ConfigError("engine.parked.capacity_bytes", f"{self.capacity_bytes} is below 0")
+            raise ConfigError("parked.capacity_bytes", f"{self.capacity_bytes} is below 0")
         if self.time_to_live_s <= 0:
-            raise ConfigError(
-                "engine.parked.time_to_live_s", f"{self.time_to_live_s} is not above 0"
-            )
+            raise ConfigError("parked.time_to_live_s", f"{self.time_to_live_s} is not above 0")
 
 
 @dataclass(frozen=True, slots=True)

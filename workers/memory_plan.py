@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ripresa.workers.cache.kv_layout import KVLayout
-from ripresa.workers.config import EngineConfig
+from ripresa.workers.config import EngineConfig, WindowPolicy
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.host_memory import AvailableMemory
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
@@ -50,6 +50,7 @@ class MemoryPlan:
     num_slots: int
     index_workspace: int
     lane_buffers: int
+    kept_states: int
     load_extra: int
     engram_tables: int
 
@@ -70,7 +71,7 @@ class MemoryPlan:
     def serving(self) -> int:
         """Most that serving takes, without the page cache of Engram's tables."""
         kept = self.weights + self.kv_pool + self.rings
-        return kept + self.index_workspace + self.lane_buffers
+        return kept + self.index_workspace + self.lane_buffers + self.kept_states
 
     @property
     def peak(self) -> int:
@@ -84,6 +85,7 @@ class MemoryPlan:
             ("rings", self.rings, f"{self.num_slots} sequences of {self.slot_bytes} bytes"),
             ("index workspace", self.index_workspace, "at most"),
             ("lane buffers", self.lane_buffers, "at most"),
+            ("kept states", self.kept_states, "windows and parked sessions, at most"),
             ("serving", self.serving, "the sum"),
             ("loader peak", self.loader_peak, "weights and the largest tensor as stored"),
         )
@@ -157,6 +159,7 @@ def plan_memory(
         slot_bytes=layout.window_bytes(layout.ring_rows, layers) + layout.open_pair_bytes,
         num_slots=engine.max_num_seqs,
         index_workspace=index_workspace,
+        kept_states=_kept_states(half, engine),
         lane_buffers=_lane_buffers(half, engine, lanes, layout),
         load_extra=max(spec.released_bytes + COMPUTE_BYTES * spec.num_parameters for spec in read),
         engram_tables=sum(
@@ -171,6 +174,13 @@ def _twice(config: ModelConfig, half: Half) -> int:
     full = sum(config.role(layer) is LayerRole.FULL for layer in range(layers))
     window = config.head_dim * (config.hidden_size + 1)
     return full * (config.hidden_size + window)
+
+
+def _kept_states(half: Half, engine: EngineConfig) -> int:
+    """Host memory for encoder windows, and for sessions between their turns."""
+    is_used = engine.windows.policy is not WindowPolicy.ZERO
+    windows = engine.windows.capacity_bytes if is_used else 0
+    return windows + (engine.parked.capacity_bytes if half is Half.ALL else 0)
 
 
 def _lane_buffers(half: Half, engine: EngineConfig, lanes: LaneConfig, layout: KVLayout) -> int:

@@ -58,7 +58,7 @@ class PrefixCache:
         parked: ParkConfig,
         clock: Callable[[], float],
     ) -> None:
-        self.parked = ParkedStates(parked.capacity_bytes)
+        self.parked: ParkedStates[torch.Tensor] = ParkedStates(parked.capacity_bytes)
         self.time_to_live_s = parked.time_to_live_s
         self.clock = clock
         self.blocks = blocks

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.parked_states import ParkedState
@@ -37,7 +38,7 @@ class PromptPlan:
     chain: tuple[BlockIdentity, ...]
     passes: tuple[EncoderPass, ...]
     window: BlockIdentity | None = None
-    parked: ParkedState | None = None
+    parked: ParkedState[Any] | None = None
 
 
 def block_identity(

@@ -9,27 +9,36 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-
-import torch
+from typing import Generic, Protocol, TypeVar
 
 from ripresa.workers.replay import Recipe
 from ripresa.workers.replay_query import ParkedImage
 
 
+class Payload(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Payload)
+
+
 @dataclass(frozen=True, slots=True)
-class ParkedState:
+class ParkedState(Generic[P]):
     """One request's state after its last row.
 
     Attributes:
         token_ids: tokens of all processed positions; the last sampled one is not among them.
         recipe: what the request followed.
-        payload: uint8, as the runner's `import_image` takes it.
+        payload: as the runner's `import_image` takes it.
         expires: engine clock in seconds from which on it is worthless.
     """
 
     token_ids: tuple[int, ...]
     recipe: Recipe
-    payload: torch.Tensor
+    payload: P
     expires: float
 
     @property
@@ -46,7 +55,7 @@ class ParkedState:
         )
 
 
-class ParkedStates:
+class ParkedStates(Generic[P]):
     """The newest state of each session; the least recently parked ones make room.
 
     Args:
@@ -55,7 +64,7 @@ class ParkedStates:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._held: OrderedDict[tuple[bytes, str], ParkedState] = OrderedDict()
+        self._held: OrderedDict[tuple[bytes, str], ParkedState[P]] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -65,7 +74,7 @@ class ParkedStates:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def put(self, tenant_salt: bytes, session_id: str, state: ParkedState) -> None:
+    def put(self, tenant_salt: bytes, session_id: str, state: ParkedState[P]) -> None:
         """Keep a session's state in place of an older one, if it fits at all."""
         self.drop(tenant_salt, session_id)
         if state.payload.nbytes > self._capacity_bytes:
@@ -77,7 +86,7 @@ class ParkedStates:
 
     def find(
         self, tenant_salt: bytes, session_id: str, token_ids: tuple[int, ...], now: float
-    ) -> ParkedState | None:
+    ) -> ParkedState[P] | None:
         """The session's state if it is for a true prefix of these tokens and not overdue."""
         state = self._held.get((tenant_salt, session_id))
         if state is None:
