@@ -109,4 +109,5 @@ class Gateway:
 
     async def __del__(self) -> None:
         await self._grpc.stop(self._drain_grace_s)
+        self.service.close()
         await self._view.stop()

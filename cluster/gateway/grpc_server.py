@@ -209,8 +209,12 @@ def _streaming_handler(answer: Streaming) -> Callable[[Message | RipresaError, C
     return handle
 
 
-def _unimplemented_handler(method: MethodDescriptor) -> Callable[[Message, Context], Any]:
-    async def handle(request: Message, context: Context) -> None:
+def _unimplemented_handler(
+    method: MethodDescriptor,
+) -> Callable[[Message | RipresaError, Context], Any]:
+    async def handle(request: Message | RipresaError, context: Context) -> None:
+        async with _call(request, context):
+            pass  # a request that no version could serve is refused as such
         await context.abort(
             grpc.StatusCode.UNIMPLEMENTED, f"{method.full_name} is not served by this version yet"
         )
@@ -226,6 +230,7 @@ async def _call(request: Message | RipresaError, context: Context) -> AsyncGener
     """
     remaining_s: float | None = context.time_remaining()
     deadline = None if remaining_s is None else time.time() + remaining_s
+    # The decoder has checked it.
     own_id = request.options.request_id if isinstance(request, pb.GenerateRequest) else ""
     call = Call(own_id or uuid.uuid4().hex, deadline)
     try:

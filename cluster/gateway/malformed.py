@@ -17,6 +17,8 @@ from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from ripresa.cluster.gateway.status import RequestError
+from ripresa.cluster.gateway.validation import check_request_id
+from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
@@ -42,7 +44,7 @@ def request_decoder(
             request = message.FromString(raw)
         except DecodeError:
             return explain(descriptor, raw)
-        return _two_members(descriptor, raw) or request
+        return _bad_request_id(descriptor, request) or _two_members(descriptor, raw) or request
 
     return decode
 
@@ -57,6 +59,19 @@ def explain(descriptor: Descriptor, raw: bytes) -> InvalidArgument:
         )
     path = _first_bad_string(descriptor, lenient)
     return InvalidArgument(path or "request", "the text is not valid UTF-8")
+
+
+def _bad_request_id(descriptor: Descriptor, request: Message) -> InvalidArgument | None:
+    """The refusal of a client's id, before any other answer could repeat the id."""
+    field = descriptor.fields_by_name.get("options")
+    if field is None or field.message_type is not pb.RequestOptions.DESCRIPTOR:
+        return None
+    options: pb.RequestOptions = getattr(request, field.name)
+    try:
+        check_request_id(options.request_id, "options.request_id")
+    except InvalidArgument as refusal:
+        return refusal
+    return None
 
 
 def _two_members(descriptor: Descriptor, raw: bytes) -> InvalidArgument | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from ripresa.cluster.gateway.responses import Responses, build
 from ripresa.cluster.gateway.status import RequestError
@@ -14,15 +18,24 @@ from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import (
     ServedModel,
     check_model,
+    check_request_id,
+    check_text_fits,
     check_token_ids,
     read_prompt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics, RequestRecord, RequestState
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, Router, RouterEvent
+from ripresa.cluster.routing.prompt import Placed, Planned, Router, RouterEvent
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import Finished, Tokens
+
+T = TypeVar("T")
+
+# A client's deadline passes a little before the server's copy of it: gRPC rounds the time given up
+# by at most 1 % on the wire, and the client's clock started a transit earlier.
+DEADLINE_ROUNDING = 0.01
+TRANSIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,7 @@ class InferenceService:
         default_tail: tail variant of requests that name none.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         transfer_backend: what moves state between workers, for the metrics.
+        tokenizer_threads: most calls that tokenize at once; further ones queue.
         clock: monotonic seconds.
     """
 
@@ -59,6 +73,7 @@ class InferenceService:
         default_tail: TailVariant = TailVariant.FLOORED,
         max_running: int = 1024,
         transfer_backend: str = "gloo",
+        tokenizer_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -69,6 +84,8 @@ class InferenceService:
         self._max_running = max_running
         self._transfer_backend = transfer_backend
         self._clock = clock
+        # Its own threads: a queue of long texts holds up nobody else in this process.
+        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
         self._running: set[str] = set()
         self._draining = False
 
@@ -84,6 +101,10 @@ class InferenceService:
         """From now on say "not ready"; requests that still arrive are served."""
         self._draining = True
 
+    def close(self) -> None:
+        """Give the tokenizer's threads back; no call may follow."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def generate(
         self, request: pb.GenerateRequest, call: Call
     ) -> AsyncGenerator[pb.GenerateResponse]:
@@ -93,17 +114,18 @@ class InferenceService:
             RipresaError: the request is refused or failed; nothing follows.
         """
         received = self._clock()
+        late_from = expiry(time.time(), call.deadline)
+        read = partial(
+            read_prompt,
+            request,
+            self._model,
+            self._tokenizer,
+            request_id=call.request_id,
+            deadline=call.deadline,
+            default_tail=self._default_tail,
+        )
         try:
-            # In a thread: a long text keeps the tokenizer busy longer than a token takes.
-            prompt = await asyncio.to_thread(
-                read_prompt,
-                request,
-                self._model,
-                self._tokenizer,
-                request_id=call.request_id,
-                deadline=call.deadline,
-                default_tail=self._default_tail,
-            )
+            prompt = await self._off_loop(read, call)
             self._admit(prompt.request_id)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
@@ -126,7 +148,7 @@ class InferenceService:
                     yield response
         except BaseException as error:
             if record.state is not RequestState.ENDED:
-                record.failed(_outcome(error, prompt))
+                record.failed(_outcome(error, late_from))
             raise
         finally:
             self._running.discard(prompt.request_id)
@@ -134,6 +156,7 @@ class InferenceService:
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id", "name the request to end")
+        check_request_id(request.request_id, "request_id")
         return pb.AbortResponse(found=await self._router.abort(request.request_id))
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
@@ -143,16 +166,30 @@ class InferenceService:
                 raise InvalidArgument("input", "give `text`")
             case "conversation":
                 raise InvalidArgument("conversation", "`conversation` is not supported yet")
-        token_ids = await asyncio.to_thread(self._tokenizer.encode, request.text)
+
+        def encode() -> list[int]:
+            check_text_fits(request.text, self._model, self._tokenizer, "text")
+            return self._tokenizer.encode(request.text)
+
+        token_ids = await self._off_loop(encode, call)
         return pb.TokenizeResponse(
             token_ids=token_ids, prompt=request.text, max_model_len=self._model.max_model_len
         )
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
         check_model(request.model, self._model, "model")
-        token_ids = tuple(request.token_ids)
-        check_token_ids(token_ids, self._model, "token_ids")
-        return pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids))
+        count, limit = len(request.token_ids), self._model.max_model_len
+        if count > limit:
+            raise InvalidArgument(
+                "token_ids", f"{count} ids were given; at most {limit} fit the model's context"
+            )
+
+        def decode() -> str:
+            token_ids = tuple(request.token_ids)
+            check_token_ids(token_ids, self._model, "token_ids")
+            return self._tokenizer.decode(token_ids)
+
+        return pb.DetokenizeResponse(text=await self._off_loop(decode, call))
 
     async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         model = pb.Model(
@@ -165,6 +202,25 @@ class InferenceService:
         if self._model.eos_token_id is not None:
             model.eos_token_id = self._model.eos_token_id
         return pb.ListModelsResponse(models=[model])
+
+    async def _off_loop(self, work: Callable[[], T], call: Call) -> T:
+        """Run tokenizer work on its own threads: it takes longer than a token of a stream.
+
+        Work that still waits for a thread is dropped when the deadline passes or the caller is
+        cancelled.
+
+        Raises:
+            RipresaError: the deadline passed (DEADLINE_EXCEEDED), or what `work` raises.
+        """
+        remaining_s = None if call.deadline is None else call.deadline - time.time()
+        try:
+            async with asyncio.timeout(remaining_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError as error:
+            raise RipresaError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                "the deadline passed before the text was tokenized; allow more time, or try again",
+            ) from error
 
     def _admit(self, request_id: str) -> None:
         if request_id in self._running:
@@ -216,11 +272,22 @@ class InferenceService:
         raise RipresaError(ErrorCode.INTERNAL, "the router's stream ended without a finish")
 
 
-def _outcome(error: BaseException, prompt: PromptRequest) -> ErrorCode:
+def expiry(now: float, deadline: float | None) -> float:
+    """From when on a cancelled call counts as late, since its client's deadline has passed.
+
+    Args:
+        now: when the call arrived, seconds since the epoch.
+        deadline: the server's copy of the client's, likewise; None for none.
+    """
+    if deadline is None:
+        return math.inf
+    return deadline - DEADLINE_ROUNDING * (deadline - now) - TRANSIT_S
+
+
+def _outcome(error: BaseException, late_from: float) -> ErrorCode:
     """The code to count a failed stream under."""
     if isinstance(error, RipresaError):
         return error.code
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        late = prompt.deadline is not None and time.time() >= prompt.deadline
-        return ErrorCode.DEADLINE_EXCEEDED if late else ErrorCode.CANCELLED
+        return ErrorCode.DEADLINE_EXCEEDED if time.time() >= late_from else ErrorCode.CANCELLED
     return ErrorCode.INTERNAL

@@ -1,7 +1,8 @@
 """How an error looks on the wire: one table from `ErrorCode` to gRPC and HTTP, and its details.
 
 Every error carries `google.rpc.ErrorInfo` (reason, domain "ripresa") and `RequestInfo`; a bad field
-adds `BadRequest`, an error that a retry may cure adds `RetryInfo`. No stack trace, no prompt text.
+adds `BadRequest`, an error that a retry may cure adds `RetryInfo`. No stack trace, no prompt text,
+and every text in it is cut to a bound.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from ripresa.workers.errors import ErrorCode, RipresaError
 
 DOMAIN = "ripresa"
 
-# A status travels in HTTP/2 trailers, which peers cap at 8 kB; the text is in it twice, and a
-# character outside ASCII takes up to nine bytes there.
-MAX_MESSAGE_CHARS = 400
+# A status travels in HTTP/2 trailers, which peers cap at 8 KiB. A byte of the message can take
+# three there (percent-encoded) and, with the two copies in the base64 details, nearly six; the
+# bounds leave room for every detail at once.
+MAX_MESSAGE_BYTES = 1000
+MAX_NAME_BYTES = 128
+MAX_METADATA_ENTRIES = 4
+
+# Codes whose `field`, where they have one, is a part of the request.
+_FIELD_CODES = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.ALREADY_EXISTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,8 @@ class RequestError(RipresaError):
 
     Args:
         reason: `ErrorInfo.reason`, in UPPER_SNAKE_CASE.
-        metadata: `ErrorInfo.metadata`: numbers that a client may act on.
+        metadata: `ErrorInfo.metadata`: at most `MAX_METADATA_ENTRIES` numbers that a client may
+            act on.
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class RequestError(RipresaError):
         retry_after_s: float | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        if len(metadata) > MAX_METADATA_ENTRIES:
+            raise ValueError(f"a status has room for {MAX_METADATA_ENTRIES} metadata entries")
         super().__init__(code, message, field=field, retry_after_s=retry_after_s)
         self.reason = reason
         self.metadata = metadata
@@ -98,17 +108,19 @@ class RequestError(RipresaError):
 
 
 def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
-    """The `google.rpc.Status` of an error, its details included."""
+    """The `google.rpc.Status` of an error, its details included; it fits into 8 KiB of trailers."""
     wire = STATUS[error.code]
     text = shorten(str(error))
     info = error_details_pb2.ErrorInfo(reason=wire.reason, domain=DOMAIN)
     if isinstance(error, RequestError):
         info.reason = error.reason
-        info.metadata.update(error.metadata)
-    details: list[Message] = [info, error_details_pb2.RequestInfo(request_id=request_id)]
-    if error.field is not None and error.code is ErrorCode.INVALID_ARGUMENT:
+        for key, value in error.metadata.items():
+            info.metadata[shorten(key, 32)] = shorten(value, 32)
+    request_info = error_details_pb2.RequestInfo(request_id=shorten(request_id, MAX_NAME_BYTES))
+    details: list[Message] = [info, request_info]
+    if error.field is not None and error.code in _FIELD_CODES:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=shorten(error.message)
+            field=shorten(error.field, MAX_NAME_BYTES), description=shorten(error.message)
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
@@ -152,6 +164,10 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, obje
     return wire.http, headers, {"error": body}
 
 
-def shorten(text: str) -> str:
-    """At most `MAX_MESSAGE_CHARS` characters of a text."""
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 2] + " …"
+def shorten(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
+    """A text cut to `max_bytes` of UTF-8; what UTF-8 cannot hold becomes a question mark."""
+    raw = text.encode("utf-8", errors="replace")
+    if len(raw) > max_bytes:
+        mark = " …".encode()
+        raw = raw[: max_bytes - len(mark)].decode("utf-8", errors="ignore").encode() + mark
+    return raw.decode("utf-8")

@@ -7,6 +7,7 @@ a value that asks for nothing (n = 1, min_p = 0) is fine.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, SamplingParams
 
 MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 MODES = {
     pb.REPLAY_MODE_UNSPECIFIED: ReplayMode.BOUNDED,
@@ -66,6 +68,7 @@ def read_prompt(
     Raises:
         RipresaError: the request is not acceptable; `field` names the part at fault.
     """
+    check_request_id(request.options.request_id, "options.request_id")
     check_model(request.options.model, model, "options.model")
     _check_options(request.options)
     token_ids = _read_input(request, model, tokenizer)
@@ -80,6 +83,14 @@ def read_prompt(
         tenant_salt=_salt(request.options.cache_salt),
         session_id=request.options.session_id or None,
     )
+
+
+def check_request_id(request_id: str, field: str) -> None:
+    """Refuse an id that cannot go into a status, a log line or a header; empty means none."""
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidArgument(
+            field, f"must be at most {MAX_REQUEST_ID_CHARS} visible ASCII characters"
+        )
 
 
 def check_model(asked: str, model: ServedModel, field: str) -> None:
@@ -102,6 +113,11 @@ def check_token_ids(token_ids: tuple[int, ...], model: ServedModel, field: str) 
                 f"{field}[{index}]",
                 f"token id {token_id} is not in the vocabulary (0 to {model.vocab_size - 1})",
             )
+
+
+def check_text_fits(text: str, model: ServedModel, tokenizer: Tokenizer, field: str) -> None:
+    """Refuse a text too long for the model whatever its tokens are; costs no tokenization."""
+    _check_length(tokenizer.least_tokens(text), model, field, "at least ")
 
 
 def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
@@ -129,8 +145,7 @@ def _read_input(
         raise InvalidArgument("input", "give the prompt as `text` or as `token_ids`")
     if which == "text":
         field = "text"
-        # A text that cannot fit costs no tokenization.
-        _check_length(tokenizer.least_tokens(request.text), model, field, "at least ")
+        check_text_fits(request.text, model, tokenizer, field)
         token_ids = tuple(tokenizer.encode(request.text))
         _check_length(len(token_ids), model, field)
     else:
@@ -156,12 +171,6 @@ def _check_length(num_tokens: int, model: ServedModel, field: str, about: str = 
 
 
 def _check_options(options: pb.RequestOptions) -> None:
-    request_id = options.request_id
-    if len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
-        raise InvalidArgument(
-            "options.request_id",
-            f"must be at most {MAX_REQUEST_ID_CHARS} printable characters, or empty",
-        )
     policy = options.cache_policy
     if policy.replay_mode not in pb.ReplayMode.values():
         raise InvalidArgument("options.cache_policy.replay_mode", "is no known replay mode")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.cluster.gateway.service import Call, InferenceService, expiry
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import Unavailable
@@ -27,6 +29,13 @@ async def collect(call: Any) -> list[pb.GenerateResponse]:
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)
     return responses
+
+
+class _Clock:
+    """Stands for the `time` module: seconds since the epoch that a test sets."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.time = now
 
 
 def kinds(responses: list[pb.GenerateResponse]) -> list[str | None]:
@@ -178,6 +187,28 @@ async def test_a_deadline_reaches_the_router_and_ends_the_stream(
     assert router.seen[0].deadline is not None
     assert service.num_running == 0
     assert value(service, "ripresa_request_failure_total", code="DEADLINE_EXCEEDED") == 1
+
+
+async def test_a_cancel_at_the_clients_deadline_counts_as_late(
+    service: Any, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's clock ends a call a moment before the server's copy of its deadline."""
+    now = 1000.0
+    monkeypatch.setattr("ripresa.cluster.gateway.service.time", _Clock(lambda: now))
+    for cancelled_at, code in ((1098.0, "CANCELLED"), (1099.0, "DEADLINE_EXCEEDED")):
+        now = 1000.0
+        stream = service.generate(ask(max_tokens=9), Call(code, deadline=1100.0))
+        assert (await anext(stream)).HasField("started")
+        now = cancelled_at
+        with pytest.raises(asyncio.CancelledError):
+            await stream.athrow(asyncio.CancelledError())
+        assert value(service, "ripresa_request_failure_total", code=code) == 1
+    assert service.num_running == 0
+
+
+def test_without_a_deadline_no_cancel_is_late() -> None:
+    assert expiry(1000.0, None) == math.inf
+    assert expiry(1000.0, 1100.0) < 1099.0
 
 
 async def test_abort_from_another_call(stub: Any, router: Any) -> None:

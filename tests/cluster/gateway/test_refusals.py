@@ -72,7 +72,21 @@ REFUSED = {
         "not supported yet",
     ),
     "priority": (text(priority=1), "options.priority", "not supported yet"),
-    "request id": (text(request_id="a\nb"), "options.request_id", "printable"),
+    "request id": (text(request_id="a\nb"), "options.request_id", "visible ASCII"),
+    "request id in Greek": (text(request_id="λ"), "options.request_id", "visible ASCII"),
+    "request id with a newline behind": (text(request_id="a\n"), "options.request_id", "visible"),
+    "long request id": (text(request_id="r" * 129), "options.request_id", "at most 128"),
+    "huge request id": (text(request_id="r" * 9000), "options.request_id", "at most 128"),
+    "huge request id of an unknown model": (
+        text(request_id="r" * 9000, model="gpt"),
+        "options.request_id",
+        "at most 128",
+    ),
+    "huge request id without input": (
+        pb.GenerateRequest(options=pb.RequestOptions(request_id="r" * 9000)),
+        "options.request_id",
+        "at most 128",
+    ),
     "canonical": (
         policy(replay_mode=pb.REPLAY_MODE_CANONICAL),
         "options.cache_policy.replay_mode",
@@ -126,7 +140,8 @@ async def test_refused(
     assert words in violation.description
     assert error.details() == f"{field}: {violation.description}"
     assert found["ErrorInfo"].domain == "ripresa"
-    assert found["RequestInfo"].request_id
+    assert 0 < len(found["RequestInfo"].request_id) <= 128
+    assert found["RequestInfo"].request_id != request_.options.request_id
     assert router.seen == []
     assert service.num_running == 0
 
@@ -138,6 +153,7 @@ ACCEPTED = {
     "all that fits": sampling(max_tokens=62),
     "longest prompt": tokens(*[40] * 63),
     "hints": text(pb.SamplingParams(max_tokens=1), session_id="s", cache_salt="x"),
+    "longest request id": text(pb.SamplingParams(max_tokens=1), request_id="~" * 128),
     "the model's name": text(pb.SamplingParams(max_tokens=1), model="tiny"),
     "exact mode": policy(replay_mode=pb.REPLAY_MODE_EXACT, tail=pb.TAIL_VARIANT_FULL),
 }
@@ -161,6 +177,7 @@ async def test_unknown_model(stub: Any, router: Any) -> None:
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert found["ErrorInfo"].reason == "MODEL_NOT_FOUND"
     assert "'tiny' is" in (error.details() or "")
+    assert [each.field for each in found["BadRequest"].field_violations] == ["options.model"]
     assert router.seen == []
 
 
@@ -172,6 +189,7 @@ async def test_a_running_request_id_is_taken(stub: Any, router: Any) -> None:
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert found["ErrorInfo"].reason == "REQUEST_ID_IN_USE"
     assert found["RequestInfo"].request_id == "twin"
+    assert [each.field for each in found["BadRequest"].field_violations] == ["options.request_id"]
     router.hold.set()
     assert (await collect(running))[-1].HasField("completed")
     again = stub.Generate(text(pb.SamplingParams(max_tokens=1), request_id="twin"))
@@ -191,6 +209,22 @@ async def test_one_too_many_is_refused_with_a_hint(stub: Any, router: Any) -> No
     router.hold.set()
     for call in running:
         assert (await collect(call))[-1].HasField("completed")
+
+
+@pytest.mark.parametrize("request_id", ["r" * 9000, "a\nb", "\x7f"])
+async def test_no_call_takes_a_bad_request_id(stub: Any, request_id: str) -> None:
+    options = pb.RequestOptions(request_id=request_id)
+    calls = {
+        "options.request_id": stub.Chat(pb.ChatRequest(options=options)),
+        "request_id": stub.Abort(pb.AbortRequest(request_id=request_id)),
+    }
+    for field, call in calls.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if field == "options.request_id" else call)
+        found = details(caught.value)
+        assert caught.value.code() is INVALID
+        assert [each.field for each in found["BadRequest"].field_violations] == [field]
+        assert found["RequestInfo"].request_id != request_id
 
 
 def raw_generate(channel: grpc.aio.Channel, payload: bytes) -> Any:
@@ -243,6 +277,14 @@ async def test_two_inputs_cannot_be_told_apart_on_the_wire(
     assert found["BadRequest"].field_violations[0].field == "input"
     assert "not both" in (error.details() or "")
     assert router.seen == []
+
+
+async def test_a_bad_request_id_is_refused_before_two_inputs(channel: grpc.aio.Channel) -> None:
+    bad_id = length_delimited(1, length_delimited(1, b"a\n"))
+    both = length_delimited(2, b"hi") + length_delimited(3, length_delimited(1, bytes([40])))
+    error, found = await refusal(raw_generate(channel, bad_id + both))
+    assert error.code() is INVALID
+    assert found["BadRequest"].field_violations[0].field == "options.request_id"
 
 
 @pytest.mark.parametrize("factor", [1, 3], ids=["our limit", "gRPC's limit"])

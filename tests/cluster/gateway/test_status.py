@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from urllib.parse import quote
 
 import pytest
 from google.rpc import error_details_pb2
 
 from ripresa.cluster.gateway.status import (
-    MAX_MESSAGE_CHARS,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_ENTRIES,
     STATUS,
     RequestError,
     http_error,
@@ -43,8 +45,43 @@ def test_retry_hint() -> None:
 
 def test_a_long_message_is_cut() -> None:
     status = to_rpc_status(InvalidArgument("field", "界" * 10_000), "r1")
-    assert len(status.message) == MAX_MESSAGE_CHARS
-    assert status.message.endswith("…")
+    assert MAX_MESSAGE_BYTES - 3 < len(status.message.encode()) <= MAX_MESSAGE_BYTES
+    assert status.message.endswith("界 …")
+
+
+@pytest.mark.parametrize("character", ["a", "%", "\x01", "é", "界", "🦊", "\ud800"])
+def test_a_status_fits_into_the_trailers_whatever_it_quotes(character: str) -> None:
+    text = character * 20_000
+    error = RequestError(
+        ErrorCode.INVALID_ARGUMENT,
+        "CONTEXT_LENGTH_EXCEEDED",
+        text,
+        field=text,
+        retry_after_s=1e6,
+        metadata={f"{place}{text}": text for place in range(MAX_METADATA_ENTRIES)},
+    )
+    status = to_rpc_status(error, text)
+    assert len(status.details) == 4
+    percent_encoded = len(quote(status.message, safe=""))
+    base64_encoded = -(-status.ByteSize() // 3) * 4
+    other_trailers = 256
+    assert percent_encoded + base64_encoded + other_trailers <= 8192
+
+
+def test_metadata_has_a_bound() -> None:
+    entries = {str(number): "1" for number in range(MAX_METADATA_ENTRIES + 1)}
+    with pytest.raises(ValueError, match="metadata entries"):
+        RequestError(ErrorCode.NOT_FOUND, "MODEL_NOT_FOUND", "no", metadata=entries)
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_the_field_at_fault_is_a_detail(code: ErrorCode) -> None:
+    status = to_rpc_status(RipresaError(code, "no", field="options.model"), "r1")
+    bad = error_details_pb2.BadRequest()
+    has_field = any(detail.Unpack(bad) for detail in status.details)
+    assert has_field == (code in {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"})
+    if has_field:
+        assert [violation.field for violation in bad.field_violations] == ["options.model"]
 
 
 def test_a_gateway_error_does_not_travel() -> None:
