@@ -186,7 +186,11 @@ async def test_a_deadline_reaches_the_router_and_ends_the_stream(
     await asyncio.wait_for(router.all_closed.wait(), 10)
     assert router.seen[0].deadline is not None
     assert service.num_running == 0
-    assert value(service, "ripresa_request_failure_total", code="DEADLINE_EXCEEDED") == 1
+    # A stalled machine may carry the client's cancel further ahead of the server's deadline than
+    # the service allows for; which cancel is late is tested with a clock below.
+    codes = ("DEADLINE_EXCEEDED", "CANCELLED")
+    counts = [value(service, "ripresa_request_failure_total", code=code) for code in codes]
+    assert sum(counts) == 1
 
 
 async def test_a_cancel_at_the_clients_deadline_counts_as_late(
