@@ -152,6 +152,9 @@ async def test_a_re_execution_follows_the_recipe_whatever_is_held(
             assert stream.finished.counters.encoder_rows > 70 + num_streamed - recipe.start
     assert recipe_of(stream) == recipe
     assert first.tokens[:num_streamed] + stream.tokens == first.tokens
+    async with split_cluster() as cluster:
+        # An encoder that holds nothing computes the rows behind every restart.
+        assert (await cluster.collect(again)).tokens == stream.tokens
 
 
 async def test_exact_mode_takes_exact_blocks_only_and_equals_a_cold_run() -> None:
