@@ -223,11 +223,12 @@ class History:
 
     def next(self, number: int) -> GenerationRequest:
         base = self.rng.choice(self.known)
-        cut = base[: self.rng.randint(max(1, len(base) // 2), len(base))]
+        first = len(base) if self.rng.random() < 0.3 else max(1, len(base) // 2)
+        cut = base[: self.rng.randint(first, len(base))]
         tokens = (cut + prompt(self.rng.randrange(40), self.rng.randint(0, 40)))[:150]
         mode = ReplayMode.EXACT if self.rng.random() < 0.2 else ReplayMode.BOUNDED
         tail = self.rng.choice(TAILS[:2] if mode is ReplayMode.EXACT else TAILS)
-        return ask(
+        request = ask(
             tokens,
             f"r{number}",
             max_tokens=self.rng.randint(1, 20),
@@ -235,6 +236,7 @@ class History:
             cache=CacheUse(mode),
             salt=self.rng.choice((b"a", b"a", b"b")),
         )
+        return replace(request, session_id=self.rng.choice((None, "s", "t")))
 
     def said(self, request: GenerationRequest, stream: Stream) -> None:
         self.known.append(request.token_ids + stream.tokens)
