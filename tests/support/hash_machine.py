@@ -208,7 +208,8 @@ class HashMachine:
         values += [ring[j] for ring in state.encoder for j in last]
         values.append(-1 if state.pair is None else state.pair)
         if source_window:
-            values += [state.source[j] for j in _source_rows(output.start)]
+            # Rows below the first computed one travel too; nobody may read them.
+            values += [state.source.get(j, -1) for j in _source_rows(output.start)]
         rows = _unpack(output)
         values += [rows[j] for j in range(output.start, num_tokens)]
         return _to_bytes(values)
@@ -232,8 +233,8 @@ class HashMachine:
         pair = next(values)
         state.pair = None if pair == -1 else pair
         if source_window:
-            for j in _source_rows(output_start):
-                state.source[j] = next(values)
+            source = {j: next(values) for j in _source_rows(output_start)}
+            state.source.update({j: value for j, value in source.items() if value != -1})
         self._slots[slot] = state
         return _pack({j: next(values) for j in range(output_start, num_tokens)}, output_start)
 
