@@ -31,7 +31,7 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
     """The only line beside the progress; no traceback anywhere."""
     lines = done.stderr.splitlines()
     assert "Traceback" not in done.stderr + done.stdout
-    told = [line for line in lines if not line.startswith("starting the cluster")]
+    told = [line for line in lines if not line.endswith(" s so far")]
     assert len(told) == 1, done.stderr
     assert told[0].startswith("Error: ")
     return told[0]
