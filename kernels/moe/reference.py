@@ -48,7 +48,9 @@ def swiglu_expert(
         round_inputs: round the input of w2 as `round_linear_input` does; x has been.
     """
     gate, up = linear(x, w13, min_rows).chunk(2, dim=-1)
-    z = whole_lanes(F.silu, gate.clamp(max=limit), min_rows > 0).mul_(up.clamp(-limit, limit))
+    gate = gate.clamp(max=limit)
+    z = whole_lanes(F.silu, gate, True) if min_rows else F.silu(gate, inplace=True)
+    z.mul_(up.clamp_(-limit, limit))
     if weights is not None:
         z.mul_(weights[:, None])
     if round_inputs:

@@ -119,7 +119,10 @@ def timed_operations(spent: dict[str, float]) -> Iterator[None]:
 
 
 def matmul_flops_a_token(config: ModelConfig) -> float:
-    """Operations of the linears that a prompt token passes: encoder half, source, share of tail."""
+    """Matrix operations that a prompt token needs: encoder half, source, share of the tail.
+
+    Linears, and products of queries with the window rows and entries that they attend.
+    """
     c = config
     d, heads = c.hidden_size, c.num_attention_heads * c.head_dim
     group_in = heads // c.o_groups
@@ -131,8 +134,10 @@ def matmul_flops_a_token(config: ModelConfig) -> float:
     extra = len(c.engram.layer_ids) * engram * (c.hc_mult + 1) * d
     for source in c.kv_source_layer_ids:
         extra += d * c.head_dim * c.ratio(source) + c.head_dim * c.index_head_dim / c.ratio(source)
-    encoder = c.split * layer + extra
-    decoder = (c.num_hidden_layers - c.split) * layer * WINDOW / PROMPT
+    attended = [c.sliding_window + (c.index_topk if r else 0) for r in c.compress_ratios]
+    layers = [layer + 2 * heads * keys for keys in attended[: c.num_hidden_layers]]
+    encoder = sum(layers[: c.split]) + extra
+    decoder = sum(layers[c.split :]) * WINDOW / PROMPT
     return 2.0 * (encoder + decoder)
 
 
