@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -45,6 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 65536
 """Sessions whose decode worker a gateway remembers; forgetting one costs a replay."""
 
+MAX_REMEMBERED_IDS = 10_000
 MAX_EXECUTIONS = 4
 """Executions of one request before its last error is the client's answer."""
 
@@ -86,7 +86,6 @@ class ClusterRouter:
         view: which workers there are.
         calls: how they are reached.
         reserve_timeout_s: longest wait for a decode worker's reservation.
-        clock_ns: nanoseconds since the epoch; a later request's generations are higher.
     """
 
     def __init__(
@@ -94,12 +93,11 @@ class ClusterRouter:
         view: WorkerView,
         calls: WorkerCalls,
         reserve_timeout_s: float = 5.0,
-        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._view = view
         self._calls = calls
         self._reserve_timeout_s = reserve_timeout_s
-        self._clock_ns = clock_ns
+        self._generations: OrderedDict[str, int] = OrderedDict()
         self._pending: Counter[str] = Counter()
         self._running: dict[str, str] = {}
         # The decode worker of each session's last turn, newest last.
@@ -134,7 +132,7 @@ class ClusterRouter:
             raise InvalidArgument(
                 "options.cache_policy.tail", "tail EXACT is not supported by this version"
             )
-        execution = Execution(prompt, self._clock_ns() // 1000)
+        execution = Execution(prompt, self._generations.get(prompt.request_id, 0))
         placed = planned = False
         avoid: set[str] = set()
         for attempt in range(MAX_EXECUTIONS):
@@ -224,7 +222,15 @@ class ClusterRouter:
                     yield event
             finally:
                 self._running.pop(request.request_id, None)
+                self._outdate(request.request_id, execution.next_generation)
                 await stream.close()
+
+    def _outdate(self, request_id: str, next_generation: int) -> None:
+        """A later request with this id replaces what workers have not heard the end of yet."""
+        self._generations[request_id] = next_generation
+        self._generations.move_to_end(request_id)
+        if len(self._generations) > MAX_REMEMBERED_IDS:
+            self._generations.popitem(last=False)
 
     async def _decode(
         self,
@@ -320,15 +326,14 @@ class Execution:
 
     Attributes:
         recipe: fixed by the worker that ran the encoder rows first; it never changes.
+        next_generation: above those of every execution so far.
     """
 
     def __init__(self, prompt: PromptRequest, first_generation: int) -> None:
         self._prompt = prompt
         self.recipe: Recipe | None = None
         self._streamed: list[int] = []
-        # Above every generation of an earlier request with this id: workers that have not heard
-        # of its end yet replace it.
-        self._next_generation = first_generation
+        self.next_generation = first_generation
         self._prefill_counters = WorkCounters()
 
     def fix(self, recipe: Recipe | None) -> None:
@@ -357,8 +362,8 @@ class Execution:
 
     def next_request(self) -> GenerationRequest:
         """The request from the prompt and what was streamed; it outdates every earlier one."""
-        generation = self._next_generation
-        self._next_generation += 1
+        generation = self.next_generation
+        self.next_generation += 1
         return GenerationRequest(
             request_id=self._prompt.request_id,
             generation=generation,

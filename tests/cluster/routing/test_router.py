@@ -271,3 +271,11 @@ async def test_a_cancel_in_the_prefill_ends_both_calls() -> None:
     assert cluster.ended == ["d0"]
     assert asyncio.all_tasks() == {asyncio.current_task()}
     cluster.router.check_integrity()
+
+
+async def test_a_reused_id_replaces_what_workers_still_run_of_it() -> None:
+    cluster = Cluster()
+    check_answer(await cluster.run())
+    check_answer(await cluster.run())
+    first, second = (request.generation for _, request in cluster.decoded)
+    assert second > first
