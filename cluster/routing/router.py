@@ -203,6 +203,7 @@ class ClusterRouter:
         """One execution's events; a failure of it is raised."""
         request = execution.next_request()
         stream = EventStream()
+        is_ours = True
         self._running[request.request_id] = route.decoder
         with self._counted(route.decoder):
             try:
@@ -220,9 +221,14 @@ class ClusterRouter:
                         # The encoder's answer carries its counters; it is on its way.
                         await asyncio.wait({prefill}, timeout=1.0)
                     yield event
+            except RipresaError as error:
+                # Then the id is another gateway's, and so are its generations.
+                is_ours = error.code is not ErrorCode.ALREADY_EXISTS
+                raise
             finally:
                 self._running.pop(request.request_id, None)
-                self._outdate(request.request_id, execution.next_generation)
+                if is_ours:
+                    self._outdate(request.request_id, execution.next_generation)
                 await stream.close()
 
     def _outdate(self, request_id: str, next_generation: int) -> None:

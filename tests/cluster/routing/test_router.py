@@ -279,3 +279,14 @@ async def test_a_reused_id_replaces_what_workers_still_run_of_it() -> None:
     check_answer(await cluster.run())
     first, second = (request.generation for _, request in cluster.decoded)
     assert second > first
+
+
+async def test_a_refused_id_does_not_replace_the_run_it_belongs_to() -> None:
+    cluster = Cluster()
+    refusal = RipresaError(ErrorCode.ALREADY_EXISTS, "request r runs here")
+    cluster.decoding = dict.fromkeys(cluster.listed, breaking(refusal, after=0))
+    for _ in range(2):
+        with pytest.raises(RipresaError):
+            await cluster.run()
+    first, second = (request.generation for _, request in cluster.decoded)
+    assert first == second
