@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
+import xxhash
 from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import Numerics
-from ripresa.workers.errors import ConfigError, InvalidArgument
+from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint, Progress
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -32,6 +33,9 @@ DETERMINISTIC_ROWS = 16
 """Measured: from 16 rows on, a float32 product gives each row the same bits in any batch."""
 
 DEFAULT_WORKSPACE_BYTES = 64 << 20
+
+_HASHED_WHOLE_BYTES = 1 << 30
+_SAMPLE_BYTES = 4096
 
 
 class TorchModelRunner:
@@ -375,20 +379,37 @@ def _compressed_ids(folder: Path, config: ModelConfig) -> Ids:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError("model.path", f"{path} is missing; Engram hashes what it decodes")
-    ids = compressed_ids_of(Tokenizer.from_file(str(path)))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The library raises a bare Exception for whatever is wrong with the file.
+    except Exception as error:
+        raise CheckpointError(f"{path} is no tokenizer: {error}; copy the file again") from error
+    ids = compressed_ids_of(tokenizer)
     check_tokenizer(ids, config.engram.compressed_vocab_size)
-    return ids
+    # A vocabulary may be padded beyond the tokenizer's; no text has such ids.
+    padding = max(config.vocab_size - len(ids), 0)
+    return np.pad(ids, (0, padding), constant_values=ids[config.engram.pad_token_id])
 
 
 def model_digest(folder: Path, config: ModelConfig) -> str:
-    """Names geometry and weights: the config and the header of every weight file."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(asdict(config), sort_keys=True).encode())
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(path.name.encode() + file.read(min(length, 64 << 20)))
-        digest.update(path.stat().st_size.to_bytes(8, "little"))
+    """Names geometry and weights: the config, every tensor's name and form, and its bytes.
+
+    Of checkpoints above a gigabyte, the first bytes of each tensor stand for the rest.
+
+    Raises:
+        CheckpointError: the folder is no readable checkpoint.
+    """
+    digest = xxhash.xxh3_128(json.dumps(asdict(config), sort_keys=True).encode())
+    with Checkpoint(folder) as checkpoint:
+        entries = checkpoint.entries
+        is_small = sum(entry.num_bytes for entry in entries.values()) <= _HASHED_WHOLE_BYTES
+        for name in sorted(entries):
+            entry = entries[name]
+            digest.update(f"{name} {entry.dtype} {entry.shape} {entry.num_bytes}\n".encode())
+            if entry.shape and entry.num_bytes:
+                content = checkpoint.map_rows(name).reshape(-1)
+                part = content if is_small else content[:_SAMPLE_BYTES]
+                digest.update(part.tobytes())
     return digest.hexdigest()
 
 

@@ -107,7 +107,7 @@ def select_entries(
         return torch.where(entry < visible[:, :, None], entry, -1)
     kept_scores = q.new_empty(groups * rows, 0)
     kept = flat_visible.new_empty(groups * rows, 0)
-    for first, last in _chunks(total, q.shape, workspace_bytes, block_size):
+    for first, last in _chunks(total, q.shape, workspace_bytes, block_size, k):
         entry = torch.arange(first, last, device=q.device)
         scores = index_scores(q, weights, read_keys(first, last), min_rows)
         scores = scores.view(groups * rows, -1).masked_fill_(entry >= flat_visible, -torch.inf)
@@ -144,7 +144,7 @@ def select_candidates(
     newest = (flat_visible - 1).div(block_size, rounding_mode="floor")
     kept_scores = q.new_empty(groups * rows, 0)
     kept = flat_visible.new_empty(groups * rows, 0)
-    for first, last in _chunks(total, q.shape, workspace_bytes, block_size):
+    for first, last in _chunks(total, q.shape, workspace_bytes, block_size, num_blocks):
         entry = torch.arange(first, last, device=q.device)
         scores = index_scores(q, weights, read_keys(first, last), min_rows)
         scores = scores.view(groups * rows, -1).masked_fill_(entry >= flat_visible, -torch.inf)
@@ -159,13 +159,18 @@ def select_candidates(
 
 
 def _chunks(
-    total: int, q_shape: torch.Size, workspace_bytes: int, block_size: int
+    total: int, q_shape: torch.Size, workspace_bytes: int, block_size: int, num_kept: int
 ) -> list[tuple[int, int]]:
-    """Half-open ranges of entries, whole candidate blocks, whose scores fit the workspace."""
+    """Half-open ranges of entries, whole candidate blocks, whose scores fit the workspace.
+
+    A kept entry costs its score and number four times over while a chunk is merged, and a scored
+    one, beside the products of its heads, six words of scores, numbers, masks and copies.
+    """
     groups, rows, heads, dim = q_shape
     granule = math.lcm(block_size, _GRANULE)
-    bytes_per_entry = groups * (rows * (heads + 3) + dim) * 4
-    step = max(workspace_bytes // bytes_per_entry // granule, 1) * granule
+    bytes_per_entry = groups * (rows * (heads + 6) + dim) * 4
+    room = workspace_bytes - groups * rows * num_kept * 48
+    step = max(room // bytes_per_entry // granule, 1) * granule
     stop = -(-total // granule) * granule
     return [(first, min(first + step, stop)) for first in range(0, stop, step)]
 

@@ -58,8 +58,14 @@ def test_the_shipped_text_is_long_enough() -> None:
     assert len(shipped_text()) == 16 * NUM_TEXT_TOKENS
 
 
-def test_nan_is_found_in_its_layer(folder: Path) -> None:
+def test_a_weight_that_is_not_finite_is_refused_by_name(folder: Path) -> None:
     flip_payload(folder, "layers.3.ffn_norm.weight", b"\xc0\x7f")  # a bf16 NaN
+    with pytest.raises(CheckpointError, match=r"layers\.3\.ffn_norm\.weight.*NaN"):
+        examined(folder)
+
+
+def test_an_overflow_is_found_in_its_layer(folder: Path) -> None:
+    flip_payload(folder, "layers.3.ffn_norm.weight", b"\x7f\x7f")  # the largest bf16
     good, lines = examined(folder)
     assert not good
     layers = [line for line in lines if "stream rms" in line]
@@ -129,6 +135,6 @@ def test_the_verb(folder: Path) -> None:
     flip_payload(folder, "norm.weight", b"\xc0\x7f")
     done = CliRunner().invoke(cli, ["doctor", str(folder)])
     assert done.exit_code == FAILED
-    assert "SOMETHING IS WRONG" in done.stdout
+    assert "norm.weight: holds NaN" in done.output
     help_text = CliRunner().invoke(cli, ["doctor", "--help"]).output
     assert "  ripresa doctor " in help_text

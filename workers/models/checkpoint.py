@@ -99,8 +99,19 @@ class Checkpoint:
         or packed E2M1 with one per row and 32 columns; the scales of `X.weight` are `X.scale`.
 
         Raises:
-            CheckpointError: missing, of another shape or type, without its scales, or not readable.
+            CheckpointError: missing, of another shape or type, without its scales, not readable,
+                or not finite.
         """
+        tensor = self._read_float32(name, shape)
+        # The packed caches store a row that is not finite as zeros: it would go unnoticed.
+        if not bool(tensor.isfinite().all()):
+            file = self.entry(name).file
+            raise CheckpointError(
+                f"holds NaN or infinite values in {file}; copy the file again", tensor=name
+            )
+        return tensor
+
+    def _read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         entry = self.entry(name)
         if entry.dtype in PLAIN:
             self._require_shape(entry, shape, shape)

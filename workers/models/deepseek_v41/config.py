@@ -191,6 +191,10 @@ class ModelConfig:
         text = document.get("text_config", document)
         if not isinstance(text, Mapping):
             raise ConfigError("text_config", "must be a JSON object")
+        if text is not document and text.get("vision_config") is not None:
+            raise ConfigError(
+                "text_config.vision_config", "images are not supported; take this field out"
+            )
         config = _parse(document, text)
         _validate(config, text)
         return config
@@ -439,6 +443,10 @@ def _validate_engram(c: ModelConfig) -> None:
         raise ConfigError("engram_num_embeddings", "needs one entry for each Engram layer")
     if not engram.layer_ids:
         return
+    if engram.max_ngram_size > 4:
+        raise ConfigError(
+            "engram_max_ngram_size", f"at most 4 is supported, is {engram.max_ngram_size}"
+        )
     hashes = len(engram.layer_ids) * (engram.max_ngram_size - 1) * engram.num_heads
     if hashes > _MAX_HASHES:
         raise ConfigError("engram_n_heads", f"gives {hashes} hashes a token, an absurd number")
