@@ -9,10 +9,11 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_worker import own_identity, report_to, require_target
-from ripresa.workers.report import Heartbeat, WorkerKind, WorkerReport
+from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
 from ripresa.workers.transfer.base import Accept, ControlMessage
 from ripresa.workers.transfer.inbound import InboundTransfers

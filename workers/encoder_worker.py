@@ -7,6 +7,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_worker import (
@@ -17,7 +18,7 @@ from ripresa.workers.remote_worker import (
     report_to,
     require_target,
 )
-from ripresa.workers.report import Heartbeat, WorkerKind, WorkerReport
+from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import GenerationRequest, WorkCounters
 from ripresa.workers.transfer.base import Accept, ControlMessage
 from ripresa.workers.transfer.outbound import OutboundTransfers

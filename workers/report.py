@@ -6,17 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.request import EngineStats
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerKind(StrEnum):
-    ENCODER = "encoder"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ripresa.workers.errors import RipresaError
+from ripresa.workers.prefix_sources import PrefixOutcome, PrefixSources
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 
 
@@ -66,6 +67,7 @@ class GenerationRequest:
         cache: what it may reuse, and leave for others.
         tenant_salt: secret of the tenant: requests with different ones share nothing.
         session_id: the conversation whose next turn this is; None for none.
+        sources: where the worker may bring cached state from that it lacks, before it plans.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class GenerationRequest:
     cache: CacheUse = field(default_factory=CacheUse)
     tenant_salt: bytes = b""
     session_id: str | None = None
+    sources: PrefixSources = field(default_factory=PrefixSources)
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +99,16 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Bringing:
+    """The decode worker lives and brings cached state before it reserves.
+
+    The first event of a request with sources; `Reserved` comes when they have ended.
+    """
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """The decode worker holds every page the request can need; a prefill may be spent on it.
 
@@ -103,18 +116,25 @@ class Reserved:
         worker_id: the decode worker that holds them.
         local: the decode worker prefills by itself; no encoder is needed.
         recipe: fixed; None while the encoder worker has yet to fix it.
+        prefix: what the decode worker brought and held.
     """
 
     worker_id: str
     local: bool
     recipe: Recipe | None = None
+    prefix: PrefixOutcome = field(default_factory=PrefixOutcome)
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeFixed:
-    """The encoder worker has fixed the recipe that `Reserved` lacked. Sent once."""
+    """The encoder worker has fixed the recipe that `Reserved` lacked. Sent once.
+
+    Attributes:
+        prefix: what the encoder worker brought and held.
+    """
 
     recipe: Recipe
+    prefix: PrefixOutcome = field(default_factory=PrefixOutcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +179,7 @@ class Failed:
     error: RipresaError
 
 
-EngineEvent = Reserved | RecipeFixed | PrefillDone | Tokens | Finished | Failed
+EngineEvent = Bringing | Reserved | RecipeFixed | PrefillDone | Tokens | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import Unavailable
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.report import WorkerReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Protocol
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.planner import RoutePlan, least_loaded, plan_route
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
     ErrorCode,
     InvalidArgument,
@@ -26,7 +27,7 @@ from ripresa.workers.errors import (
     Unreachable,
 )
 from ripresa.workers.replay import Recipe, TailVariant
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
     Failed,

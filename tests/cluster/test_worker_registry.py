@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ripresa.cluster.worker_registry import WorkerRegistry
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.address import WorkerKind
+from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import EngineStats, WorkCounters
 
 STATS = EngineStats(0, 0, 8, 8, 0, WorkCounters(), 0, 0)

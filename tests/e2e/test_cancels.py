@@ -12,7 +12,7 @@ from served_cluster import ServedCluster, Stream, eventually
 
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
-from ripresa.workers.report import WorkerKind
+from ripresa.workers.address import WorkerKind
 
 ENCODER_STEP = 256
 """Rows of one encoder step in this cluster."""

@@ -23,8 +23,9 @@ from served_cluster import (
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.gateway.client import Client, Piece
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.report import WorkerReport
 
 PATIENCE_S = 30.0
 """A retry costs up to two leases and a second prefill on a busy machine; Ray takes a minute."""

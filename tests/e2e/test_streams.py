@@ -7,8 +7,8 @@ from reference_engine import Question, ReferenceEngine
 from served_cluster import ServedCluster, generate_request
 
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.report import WorkerKind
 
 WINDOW = 128
 GREEDY = {"temperature": 0.0}

@@ -11,8 +11,8 @@ from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.gateway.client import Client, Piece
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.report import WorkerKind
 
 WINDOW = 128
 

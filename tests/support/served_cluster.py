@@ -30,8 +30,9 @@ from ripresa.cluster.app import APP_NAME, DECODER, ENCODER, GATEWAY, LocalCluste
 from ripresa.cluster.config import load_config
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.report import WorkerReport
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ import pytest
 
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
     EngineStats,

@@ -1,0 +1,123 @@
+"""From which other workers can a request's cached prefix be brought? Plain values it carries.
+
+       local cache ─▶ disk ─▶ peers                 tried in this order, before admission
+    blocks 0 ........... first ═══════ stop ─ ─ ─ ─ ▶
+      held here            └ a holder's    └ followed: sent as the leader completes them
+
+All of it is a hint (invariant I20): a wrong or late one costs time, never a result. Pure values:
+no torch, ray or clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ripresa.workers.address import WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """A worker that probably holds blocks [first, stop) of the prompt, in one lineage.
+
+    Attributes:
+        holder: whom to ask.
+        restarts: lineage of the range's last block; every block of the chain up to it, from block
+            0 on, has those of them that lie below its own end.
+        first, stop: block numbers, half-open.
+    """
+
+    holder: WorkerAddress
+    restarts: tuple[int, ...]
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSource:
+    """A worker that probably holds the native window `swa@boundary` of the prompt.
+
+    Attributes:
+        holder: whom to ask.
+        restarts: lineage of the block that ends at `boundary`.
+        boundary: position, a multiple of the window.
+    """
+
+    holder: WorkerAddress
+    restarts: tuple[int, ...]
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSource:
+    """A running request that computes blocks [first, stop) of the same prompt.
+
+    Its worker sends them in order as they are committed and stops at the first that will not come
+    (`PrefixOutcome.gone_at`). Its recipe decides their lineage.
+
+    Attributes:
+        holder: the worker that computes its encoder rows.
+        request_id: the leader. The request's own id is allowed: a prefill that is taken over
+            goes on from what the decode worker has received.
+        first, stop: block numbers, half-open.
+    """
+
+    holder: WorkerAddress
+    request_id: str
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSources:
+    """Where the worker that plans the request may bring what it lacks from.
+
+    Attributes:
+        blocks: any order; several for one block are tried in this one.
+        windows: brought only if the chain reaches them.
+        leader: followed last; None for nobody.
+    """
+
+    blocks: tuple[BlockSource, ...] = ()
+    windows: tuple[WindowSource, ...] = ()
+    leader: LeaderSource | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to bring."""
+        return bool(self.blocks or self.windows or self.leader)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOutcome:
+    """What became of a request's sources; all counts are blocks of its prompt.
+
+    Attributes:
+        num_planned: leading blocks that would be held if every source had kept its word.
+        num_local: leading blocks that were held before anything was brought.
+        num_held: leading blocks of one lineage that were held when the request was planned.
+        num_from_peers, num_from_disk: blocks brought, whoever needs them.
+        num_windows_from_peers: windows brought.
+        missing_windows: planned windows that were not there, each by the number of blocks before
+            it.
+        gone_at: first followed block that did not come; None if nobody was followed, or all came.
+    """
+
+    num_planned: int = 0
+    num_local: int = 0
+    num_held: int = 0
+    num_from_peers: int = 0
+    num_from_disk: int = 0
+    num_windows_from_peers: int = 0
+    missing_windows: tuple[int, ...] = ()
+    gone_at: int | None = None
+
+    def tokens_from_peers(self, start: int, window: int) -> int:
+        """How many of the skipped tokens [0, start) were brought from other workers.
+
+        Args:
+            start: of the recipe.
+            window: W.
+        """
+        first = self.num_local * window
+        stop = first + (self.num_from_peers + self.num_from_disk) * window
+        brought = max(0, min(start, stop) - first)
+        return min(brought, self.num_from_peers * window)
