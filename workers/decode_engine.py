@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from ripresa.workers.cache.cache_events import CacheListener
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -81,6 +82,7 @@ class DecodeEngine:
         runner: the model with its KV memory.
         config: the engine's settings.
         clock: seconds since the epoch.
+        listener: hears of what the cache holds.
     """
 
     def __init__(
@@ -89,11 +91,12 @@ class DecodeEngine:
         runner: ModelRunner,
         config: EngineConfig,
         clock: Callable[[], float] = time.time,
+        listener: CacheListener | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
-        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock)
+        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock, listener)
         self._streams: dict[Job, _Stream] = {}
 
     async def start(self) -> None:

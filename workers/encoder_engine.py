@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from ripresa.workers.cache.cache_events import CacheListener
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -82,6 +83,7 @@ class EncoderEngine:
         backend: how state travels to decode workers; closed by whoever made it.
         config: the engine's settings.
         clock: seconds since the epoch.
+        listener: hears of what the cache holds.
     """
 
     def __init__(
@@ -91,12 +93,13 @@ class EncoderEngine:
         backend: TransferBackend,
         config: EngineConfig,
         clock: Callable[[], float] = time.time,
+        listener: CacheListener | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._backend = backend
         self._max_section_blocks = config.transfer.max_section_blocks
-        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock)
+        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock, listener)
 
     async def start(self) -> None:
         """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""

@@ -20,7 +20,9 @@ from typing import ParamSpec, TypeVar
 
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
+from ripresa.workers.cache.block_record import BlockPublished, CacheEvent
 from ripresa.workers.cache.block_table import PagePool
+from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Tier, Unheard
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
 from ripresa.workers.job import Job, Listener
@@ -47,6 +49,7 @@ class EngineCore:
             `release_slot` on the event loop, for slots that no running step contains.
         config: the engine's settings.
         clock: seconds since the epoch, as request deadlines are.
+        listener: hears of what the cache holds, and of claims that this worker computes for.
 
     A step that raises fails its requests with INTERNAL. The engine lives on, unless the runner
     raises `Unavailable`: then it can run no further step, and everything fails with that error.
@@ -58,6 +61,7 @@ class EngineCore:
         runner: ModelRunner,
         config: EngineConfig,
         clock: Callable[[], float],
+        listener: CacheListener | None = None,
     ) -> None:
         if config.max_num_seqs > runner.num_slots:
             raise ConfigError(
@@ -67,9 +71,18 @@ class EngineCore:
             )
         self._runner = runner
         self._clock = clock
-        blocks = BlockCache(BlockPool(runner.num_blocks), runner.window)
+        self._listener: CacheListener = listener or Unheard()
+        blocks = BlockCache(
+            BlockPool(runner.num_blocks), runner.window, on_event=self._tell_listener
+        )
         self._prefixes = PrefixCache(
-            blocks, runner.geometry, runner.layout_digest, config.windows, config.parked, clock
+            blocks,
+            runner.geometry,
+            runner.layout_digest,
+            config.windows,
+            config.parked,
+            clock,
+            self._listener,
         )
         self._pages = PagePool(
             blocks,
@@ -158,6 +171,8 @@ class EngineCore:
         job = Job(sequence, prefix, listener)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
+        if request.claim is not None and not is_inbound and prefix.hashes:
+            self._listener.lead(request.claim, prefix.hashes)
         return job
 
     def begin(self, job: Job) -> None:
@@ -203,6 +218,7 @@ class EngineCore:
 
     def retire(self, job: Job) -> None:
         """The request is over: no further row; pages are freed after their last use. Idempotent."""
+        self._finish_claim(job)
         self._scheduler.remove(job.sequence)
 
     def fail(self, job: Job, error: RipresaError) -> None:
@@ -339,6 +355,8 @@ class EngineCore:
         )
         cut = output.windows.get(slot, {})
         job.prefix.keep_windows(job.sequence, cut, is_turn_over=is_over)
+        if progress.is_prefill_done:
+            self._finish_claim(job)
         if progress.finish is not None:
             if job.prefix.parks:
                 pages, num_tokens = job.sequence.pages, job.sequence.committed
@@ -377,6 +395,17 @@ class EngineCore:
         for job in tuple(self._by_slot.values()):
             self.fail(job, Unavailable(reason))
         self._wake.set()
+
+    def _finish_claim(self, job: Job) -> None:
+        if job.request.claim is not None:
+            self._listener.finish(job.request.claim)
+
+    def _tell_listener(self, event: CacheEvent) -> None:
+        record = event.record
+        if isinstance(event, BlockPublished):
+            self._listener.held(record.identity, record.origin, HeldKind.BLOCK, Tier.DEVICE)
+        else:
+            self._listener.dropped(record.identity, HeldKind.BLOCK, Tier.DEVICE)
 
     def _on_release(self, slot: int) -> None:
         """The slot's pages go back to the pools."""

@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.cache.block_cache import BlockCache
-from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, HashContext
+from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, worker_context
 from ripresa.workers.cache.block_record import BlockRecord, Producer
+from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, tenant_digest
 from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
 from ripresa.workers.cache.window_pool import WindowPool
 from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
@@ -47,6 +48,7 @@ class PrefixCache:
         windows: which encoder windows are kept.
         parked: how sessions' states are kept.
         clock: seconds since the epoch.
+        listener: hears of the windows; blocks tell by themselves.
     """
 
     def __init__(
@@ -57,13 +59,14 @@ class PrefixCache:
         windows: WindowConfig,
         parked: ParkConfig,
         clock: Callable[[], float],
+        listener: CacheListener,
     ) -> None:
         self.parked: ParkedStates[torch.Tensor] = ParkedStates(parked.capacity_bytes)
         self.time_to_live_s = parked.time_to_live_s
         self.clock = clock
         self.blocks = blocks
         self.windows = WindowPool(
-            0 if windows.policy is WindowPolicy.ZERO else windows.capacity_bytes
+            0 if windows.policy is WindowPolicy.ZERO else windows.capacity_bytes, listener
         )
         self.window_config = windows
         self.geometry = geometry
@@ -72,14 +75,7 @@ class PrefixCache:
 
     def open(self, request: GenerationRequest) -> RequestPrefix:
         """Hash a request's blocks. Raises InvalidArgument for an impossible token id."""
-        context = HashContext(
-            model="",
-            weights=self.weights,
-            kv_format="",
-            geometry=self._layout_digest,
-            window=self.geometry.window,
-            tenant_salt=request.tenant_salt,
-        )
+        context = worker_context(self._layout_digest, self.geometry.window, request.tenant_salt)
         return RequestPrefix(self, request, BlockHasher(context))
 
 
@@ -90,9 +86,19 @@ class RequestPrefix:
         self._cache = cache
         self._request = request
         self._hasher = hasher
+        self._tenant = tenant_digest(request.tenant_salt)
         self._hashes = list(hasher.extend(request.token_ids))
         self._num_published = 0
         self._last_windows: deque[tuple[int, torch.Tensor]] = deque(maxlen=NUM_LAST_WINDOWS)
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Of the full blocks known so far, in order."""
+        return tuple(self._hashes)
+
+    def origin(self, number: int) -> Origin:
+        """Where block `number` stands among all prompts."""
+        return origin(self._tenant, self._hashes, number)
 
     @property
     def _window(self) -> int:
@@ -196,6 +202,7 @@ class RequestPrefix:
                 identity=block_identity(sequence.recipe, self._hashes, number, self._window),
                 producer=Producer.PREFILL if is_prompt else Producer.DECODE,
                 weights=self._cache.weights,
+                origin=self.origin(number),
             )
             offer = self._cache.blocks.offer(sequence.pages.blocks[number], record)
             self._cache.blocks.acknowledge(offer, rank=0)
@@ -228,7 +235,7 @@ class RequestPrefix:
     def _put(self, sequence: Sequence, boundary: int, payload: torch.Tensor) -> None:
         number = boundary // self._window - 1
         identity = block_identity(sequence.recipe, self._hashes, number, self._window)
-        self._cache.windows.put(identity, payload)
+        self._cache.windows.put(identity, payload, self.origin(number))
 
     @property
     def _keeps_any(self) -> bool:

@@ -68,6 +68,10 @@ class GenerationRequest:
         tenant_salt: secret of the tenant: requests with different ones share nothing.
         session_id: the conversation whose next turn this is; None for none.
         sources: where the worker may bring cached state from that it lacks, before it plans.
+        claim: under which the prompt's missing blocks are claimed in the prefix directory; the
+            worker that computes them keeps it up. None for none.
+        max_chunk_rows: most rows of one chunk of its prefill beside decoding sequences, so that
+            their next tokens are not late; None for the step's whole budget.
     """
 
     request_id: str
@@ -82,6 +86,8 @@ class GenerationRequest:
     tenant_salt: bytes = b""
     session_id: str | None = None
     sources: PrefixSources = field(default_factory=PrefixSources)
+    claim: str | None = None
+    max_chunk_rows: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,23 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from ripresa.workers.cache.cache_events import HeldKind as HeldKind
+from ripresa.workers.cache.cache_events import Tier as Tier
+
 Lineage = tuple[int, ...]
 """Restarts of a block (replay rules, section 5)."""
-
-
-class HeldKind(StrEnum):
-    """BLOCK: block KV. WINDOW: `swa@X`, named by the identity of the block that ends at X."""
-
-    BLOCK = "block"
-    WINDOW = "window"
-
-
-class Tier(StrEnum):
-    """Where a worker keeps what it holds."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
 
 
 class Standing(StrEnum):

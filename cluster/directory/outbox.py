@@ -24,6 +24,7 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin
 
 
 class Item(NamedTuple):
@@ -36,18 +37,6 @@ class Item(NamedTuple):
     kind: HeldKind
     identity: BlockIdentity
     tier: Tier
-
-
-class Origin(NamedTuple):
-    """Where a block belongs.
-
-    Attributes:
-        tenant: whom its memory in the directory is charged to.
-        parent: hash of the block before it; None for a prompt's first block.
-    """
-
-    tenant: str
-    parent: bytes | None
 
 
 class Outbox:
@@ -164,7 +153,7 @@ class Outbox:
         begun: Run | None = None
         for item in items:
             (kind, (block_hash, restarts), tier), origin = item, self._held.get(item)
-            tenant, parent = origin or ("", None)
+            tenant, parent = (origin.tenant, origin.parent) if origin else ("", None)
             run = Run(origin is not None, kind, tier, tenant, restarts, parent, ())
             if begun is not None:
                 goes_on = not run.is_held or parent == hashes[-1]

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ripresa.cluster.directory.events import HeldKind, Refused, Reply, Report, Tier
 from ripresa.cluster.directory.index import shard_of
-from ripresa.cluster.directory.outbox import Item, Origin, Outbox
+from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.errors import RipresaError
 
 logger = logging.getLogger(__name__)
@@ -51,30 +52,21 @@ class DirectoryPublisher:
         self._timeout_s = timeout_s
         self._tasks: list[asyncio.Task[None]] = []
 
-    def hold(
+    def held(
         self,
         identity: BlockIdentity,
-        *,
-        first: bytes,
-        parent: bytes | None,
-        tenant: str,
+        origin: Origin,
         kind: HeldKind = HeldKind.BLOCK,
         tier: Tier = Tier.DEVICE,
     ) -> None:
-        """A block or window can be had here from now on.
-
-        Args:
-            first: hash of the prompt's first block; it chooses the shard.
-            parent: hash of the block before it; None for a prompt's first block.
-        """
-        shard = self._shards[shard_of(first, len(self._shards))]
-        shard.outbox.hold(Item(kind, identity, tier), Origin(tenant, parent))
+        """A block or window can be had here from now on; its first block chooses the shard."""
+        shard = self._shards[shard_of(origin.first, len(self._shards))]
+        shard.outbox.hold(Item(kind, identity, tier), origin)
         shard.changed.set()
 
-    def drop(
+    def dropped(
         self,
         identity: BlockIdentity,
-        *,
         kind: HeldKind = HeldKind.BLOCK,
         tier: Tier = Tier.DEVICE,
     ) -> None:
@@ -85,20 +77,20 @@ class DirectoryPublisher:
                 shard.outbox.drop(item)
                 shard.changed.set()
 
-    def lead(self, request: str, hashes: Sequence[bytes]) -> None:
+    def lead(self, claim: str, hashes: Sequence[bytes]) -> None:
         """This worker computes for a request that holds a claim: confirm it, and keep it up.
 
         Args:
             hashes: of the prompt's full blocks, from the first one; not empty.
         """
         shard = self._shards[shard_of(hashes[0], len(self._shards))]
-        shard.outbox.lead(request, hashes)
+        shard.outbox.lead(claim, hashes)
         shard.changed.set()
 
-    def finish(self, request: str) -> None:
+    def finish(self, claim: str) -> None:
         """This worker does not compute for the request any more, whatever the reason."""
         for shard in self._shards:
-            shard.outbox.finish(request)
+            shard.outbox.finish(claim)
             shard.changed.set()
 
     def restart(self, incarnation: int) -> None:

@@ -31,9 +31,10 @@ from pathlib import Path
 from ripresa.cluster.directory.client import DirectoryActors
 from ripresa.cluster.directory.events import Accepted, HeldKind, SendAll, Tier
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
-from ripresa.cluster.directory.outbox import Item, Origin, Outbox
+from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.cluster.directory.prefix_directory import start_directory
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.replay import ReplayMode
 
 TARGET = 30_000
@@ -77,7 +78,7 @@ def fill(index: PrefixIndex, prompts: Prompts, num_workers: int, name: str = "wo
             for one in prompt:
                 item = Item(HeldKind.BLOCK, BlockIdentity(one, ()), Tier.DEVICE)
                 if item not in outbox:
-                    outbox.hold(item, Origin("bench", parent))
+                    outbox.hold(item, Origin("bench", prompt[0], parent))
                 parent = one
     num_reports = 0
     for outbox in outboxes:
@@ -167,7 +168,7 @@ async def measure_actor(prompts: Sequence[list[bytes]], num_workers: int) -> Non
         parent = None
         for one in prompt:
             item = Item(HeldKind.BLOCK, BlockIdentity(one, ()), Tier.DEVICE)
-            outbox.hold(item, Origin("bench", parent))
+            outbox.hold(item, Origin("bench", prompt[0], parent))
             parent = one
     send = actors.send_to(0)
     while True:

@@ -69,6 +69,22 @@ class HashContext:
         return digest.digest()
 
 
+def worker_context(layout_digest: bytes, window: int, tenant_salt: bytes) -> HashContext:
+    """The context of all workers of a model and of the gateways before them.
+
+    Args:
+        layout_digest: of the workers' KV layout, which names model, weights, format and geometry.
+    """
+    return HashContext(
+        model="",
+        weights=layout_digest.hex(),
+        kv_format="",
+        geometry=layout_digest,
+        window=window,
+        tenant_salt=tenant_salt,
+    )
+
+
 class BlockHasher:
     """Hashes one token stream block by block, as it grows."""
 

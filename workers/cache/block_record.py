@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.replay import RULES_VERSION
 
 
@@ -24,12 +25,14 @@ class BlockRecord:
         identity: hash and lineage.
         producer: prefill or decode.
         weights: revision of the weights.
+        origin: where the block stands among all prompts.
         rules_version: version of the replay rules.
     """
 
     identity: BlockIdentity
     producer: Producer
     weights: str
+    origin: Origin
     rules_version: str = RULES_VERSION
 
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 import torch
 
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Origin, Tier, Unheard
 from ripresa.workers.errors import ErrorCode, RipresaError
 
 _MAX_REMEMBERED_MISSES = 4096
@@ -21,12 +22,14 @@ class WindowPool:
 
     Args:
         capacity_bytes: most bytes of payloads; 0 keeps nothing.
+        listener: hears of every window that comes or goes.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, listener: CacheListener | None = None) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"a pool cannot hold {capacity_bytes} bytes")
         self._capacity_bytes = capacity_bytes
+        self._listener: CacheListener = listener or Unheard()
         self._held: OrderedDict[BlockIdentity, torch.Tensor] = OrderedDict()
         self._missed: OrderedDict[BlockIdentity, None] = OrderedDict()
         self._num_bytes = 0
@@ -53,7 +56,7 @@ class WindowPool:
         """Replays that a window would have spared."""
         return self._num_misses
 
-    def put(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
+    def put(self, identity: BlockIdentity, payload: torch.Tensor, origin: Origin) -> None:
         """Keep a window (uint8 [num_bytes]); the first one of an identity stays.
 
         One that is larger than the whole pool is not kept.
@@ -64,11 +67,13 @@ class WindowPool:
         if payload.nbytes > self._capacity_bytes:
             return
         while self._num_bytes + payload.nbytes > self._capacity_bytes:
-            _, oldest = self._held.popitem(last=False)
+            gone, oldest = self._held.popitem(last=False)
             self._num_bytes -= oldest.nbytes
+            self._listener.dropped(gone, HeldKind.WINDOW, Tier.HOST)
         self._held[identity] = payload
         self._num_bytes += payload.nbytes
         self._missed.pop(identity, None)
+        self._listener.held(identity, origin, HeldKind.WINDOW, Tier.HOST)
 
     def take(self, identity: BlockIdentity) -> torch.Tensor:
         """The payload of a window that is held, which counts as used now.
@@ -96,6 +101,8 @@ class WindowPool:
 
     def clear(self) -> None:
         """Forget every window."""
+        for identity in self._held:
+            self._listener.dropped(identity, HeldKind.WINDOW, Tier.HOST)
         self._held.clear()
         self._num_bytes = 0
 

@@ -26,8 +26,9 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
-from ripresa.cluster.directory.outbox import Item, Origin, Outbox
+from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import origin
 
 PROMPTS = (chain("a", 4), chain("b", 4, shared=2), (*chain("a", 3), b"c3"))
 LINEAGES = tuple(tuple(cuts) for size in range(3) for cuts in combinations((W, 2 * W, 3 * W), size))
@@ -122,7 +123,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             item = Item(kind, items_of(prompt, block, restarts), tier)
             if is_held:
                 process.held.add(item)
-                process.outbox.hold(item, Origin("t", prompt[block - 1] if block else None))
+                process.outbox.hold(item, origin("t", prompt, block))
             else:
                 process.held.discard(item)
                 process.outbox.drop(item)

@@ -15,8 +15,9 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
-from ripresa.cluster.directory.outbox import Item, Origin, Outbox
+from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin, origin
 
 HASHES = chain("a", 6)
 
@@ -31,7 +32,7 @@ def holding(num_blocks: int, max_items: int = 2_000) -> Outbox:
     outbox = Outbox("w", 1, max_items)
     for block in range(num_blocks):
         item = Item(HeldKind.BLOCK, BlockIdentity(HASHES[block], ()), Tier.DEVICE)
-        outbox.hold(item, Origin("t", HASHES[block - 1] if block else None))
+        outbox.hold(item, origin("t", HASHES, block))
     return outbox
 
 
@@ -56,7 +57,9 @@ def test_an_end_that_met_a_demand_is_told_again() -> None:
     index = PrefixIndex(DirectorySettings(window=W, max_drifted_blocks=1), "d")
     outbox = holding(3)
     (other,) = chain("b", 1)
-    outbox.hold(Item(HeldKind.BLOCK, BlockIdentity(other, ()), Tier.DEVICE), Origin("t", None))
+    outbox.hold(
+        Item(HeldKind.BLOCK, BlockIdentity(other, ()), Tier.DEVICE), Origin("t", other, None)
+    )
     exchange(outbox, index)
     exchange(outbox, index)
     index.lookup_or_claim(HASHES, "leader", 0)

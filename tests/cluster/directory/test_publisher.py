@@ -13,6 +13,7 @@ from ripresa.cluster.directory.events import Accepted, Refused, Reply, Report, S
 from ripresa.cluster.directory.index import PrefixIndex, shard_of
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import origin
 from ripresa.workers.errors import Unreachable
 
 NEVER_S = 3_600.0
@@ -71,12 +72,7 @@ async def publishing(
 
 def hold(publisher: DirectoryPublisher, hashes: tuple[bytes, ...], start: int = 0) -> None:
     for block in range(start, len(hashes)):
-        publisher.hold(
-            BlockIdentity(hashes[block], ()),
-            first=hashes[0],
-            parent=hashes[block - 1] if block else None,
-            tenant="t",
-        )
+        publisher.held(BlockIdentity(hashes[block], ()), origin("t", hashes, block))
 
 
 async def test_changes_travel_together(index: PrefixIndex) -> None:
@@ -95,7 +91,7 @@ async def test_what_came_and_went_is_told_as_it_is(index: PrefixIndex) -> None:
     wire = Wire(index)
     async with publishing(wire) as publisher:
         hold(publisher, HASHES)
-        publisher.drop(BlockIdentity(HASHES[2], ()))
+        publisher.dropped(BlockIdentity(HASHES[2], ()))
         await wire.until(lambda: bool(index.lookup(HASHES, 0).prefixes))
     assert summary(index.lookup(HASHES, 0).prefixes) == {("w", (), 2)}
 
@@ -208,7 +204,7 @@ async def test_each_shard_hears_of_its_own_prompts() -> None:
     async with publishing(*wires) as publisher:
         for prompt in prompts:
             hold(publisher, prompt)
-        publisher.drop(BlockIdentity(prompts[0][2], ()))
+        publisher.dropped(BlockIdentity(prompts[0][2], ()))
         for wire in wires:
             await wire.until(lambda wire=wire: bool(len(wire.index)))  # type: ignore[misc]
     for number, prompt in enumerate(prompts):

@@ -28,6 +28,7 @@ from ripresa.workers.cache.block_record import (
     Producer,
     PublishOutcome,
 )
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
 
 WINDOW = 8
@@ -43,7 +44,7 @@ def identity(path: str, restarts: tuple[int, ...] = ()) -> BlockIdentity:
 
 
 def record(name: BlockIdentity, producer: Producer = Producer.PREFILL) -> BlockRecord:
-    return BlockRecord(name, producer, weights="w1")
+    return BlockRecord(name, producer, weights="w1", origin=Origin("t", b"a", None))
 
 
 def publish(cache: BlockCache, block: int, name: BlockIdentity) -> PublishOutcome:

@@ -1,0 +1,112 @@
+"""Who hears of what a worker's cache holds, and in which words?
+
+A worker tells a `CacheListener` that it was given at construction: what it holds, what it holds no
+more, and for which requests it computes blocks that others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from ripresa.workers.cache.block_hash import BlockIdentity
+
+
+class HeldKind(StrEnum):
+    """BLOCK: block KV. WINDOW: `swa@X`, named by the identity of the block that ends at X."""
+
+    BLOCK = "block"
+    WINDOW = "window"
+
+
+class Tier(StrEnum):
+    """Where a worker keeps what it holds."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Origin(NamedTuple):
+    """Where a block stands among all prompts; a function of its hash.
+
+    Attributes:
+        tenant: `tenant_digest` of its tenant.
+        first: hash of the prompt's first block.
+        parent: hash of the block before it; None for a prompt's first block.
+    """
+
+    tenant: str
+    first: bytes
+    parent: bytes | None
+
+
+def origin(tenant: str, hashes: Sequence[bytes], number: int) -> Origin:
+    """Origin of block `number` of a prompt with these block hashes."""
+    return Origin(tenant, hashes[0], hashes[number - 1] if number else None)
+
+
+def tenant_digest(tenant_salt: bytes) -> str:
+    """Names a tenant without telling its salt."""
+    return blake2b(tenant_salt, digest_size=8, person=b"ripresa.tenant").hexdigest()
+
+
+class CacheListener(Protocol):
+    """Hears of a worker's cache, on the worker's event loop; must not block or raise."""
+
+    def held(self, identity: BlockIdentity, origin: Origin, kind: HeldKind, tier: Tier) -> None:
+        """A block or window can be had here from now on."""
+
+    def dropped(self, identity: BlockIdentity, kind: HeldKind, tier: Tier) -> None:
+        """A block or window cannot be had here any more."""
+
+    def lead(self, claim: str, hashes: Sequence[bytes]) -> None:
+        """Missing blocks of a prompt are computed here for the holder of a claim.
+
+        Args:
+            hashes: of the prompt's full blocks, from the first one; not empty.
+        """
+
+    def finish(self, claim: str) -> None:
+        """They are computed here no more, done or not. Idempotent."""
+
+
+class CacheAnnouncer(CacheListener, Protocol):
+    """A listener that carries what it hears out of the process."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+AnnouncerFactory = Callable[[str], Awaitable[CacheAnnouncer]]
+"""Makes a worker's announcer from its id, in the worker's process."""
+
+
+class Unheard:
+    """The listener of a worker that nobody asks."""
+
+    def held(self, identity: BlockIdentity, origin: Origin, kind: HeldKind, tier: Tier) -> None:
+        return None
+
+    def dropped(self, identity: BlockIdentity, kind: HeldKind, tier: Tier) -> None:
+        return None
+
+    def lead(self, claim: str, hashes: Sequence[bytes]) -> None:
+        return None
+
+    def finish(self, claim: str) -> None:
+        return None
+
+    async def start(self) -> None:
+        return None
+
+    async def stop(self) -> None:
+        return None
+
+
+async def unheard(worker_id: str) -> CacheAnnouncer:
+    """The announcer factory of a cluster without a directory."""
+    return Unheard()
