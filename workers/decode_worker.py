@@ -10,6 +10,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerKind
+from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_worker import own_identity, report_to, require_target
@@ -27,16 +28,24 @@ class DecodeWorker:
     Args:
         settings: this worker's settings.
         controller: where reports go.
+        announcer: makes what tells others of this worker's cache.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: WorkerSettings, controller: DeploymentHandle[Any]
+        self,
+        settings: WorkerSettings,
+        controller: DeploymentHandle[Any],
+        announcer: AnnouncerFactory = unheard,
     ) -> None:
         self._worker_id, self._node_id = own_identity()
+        self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ALL)
-        self._engine = DecodeEngine(self._worker_id, self._runner, settings.engine)
+        self._engine = DecodeEngine(
+            self._worker_id, self._runner, settings.engine, listener=self._announcer
+        )
         transport = start_transport(settings)
         self._transfers = InboundTransfers(self._engine, transport, settings.lanes)
+        await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(
             self._report, report_to(controller), settings.heartbeat_interval_s
@@ -75,6 +84,7 @@ class DecodeWorker:
 
     async def __del__(self) -> None:
         await self._heartbeat.stop()
+        await self._announcer.stop()
         await self._engine.stop()
         await self._transfers.close()
 
@@ -86,4 +96,5 @@ class DecodeWorker:
             pid=os.getpid(),
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
+            layout_digest=self._runner.layout_digest,
         )

@@ -8,6 +8,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerKind
+from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_worker import (
@@ -33,6 +34,7 @@ class EncoderWorker:
         settings: this worker's settings.
         controller: where reports go.
         decoders: the decode workers that state is handed to.
+        announcer: makes what tells others of this worker's cache.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -40,8 +42,10 @@ class EncoderWorker:
         settings: WorkerSettings,
         controller: DeploymentHandle[Any],
         decoders: DeploymentHandle[Any],
+        announcer: AnnouncerFactory = unheard,
     ) -> None:
         self._worker_id, self._node_id = own_identity()
+        self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ENCODER)
         transport = start_transport(settings)
         self._transfers = OutboundTransfers(
@@ -51,8 +55,13 @@ class EncoderWorker:
             settings.lanes,
         )
         self._engine = EncoderEngine(
-            self._worker_id, self._runner, self._transfers, settings.engine
+            self._worker_id,
+            self._runner,
+            self._transfers,
+            settings.engine,
+            listener=self._announcer,
         )
+        await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(
             self._report, report_to(controller), settings.heartbeat_interval_s
@@ -79,6 +88,7 @@ class EncoderWorker:
 
     async def __del__(self) -> None:
         await self._heartbeat.stop()
+        await self._announcer.stop()
         await self._engine.stop()
         await self._transfers.close()
 
@@ -90,6 +100,7 @@ class EncoderWorker:
             pid=os.getpid(),
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
+            layout_digest=self._runner.layout_digest,
         )
 
 

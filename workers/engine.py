@@ -33,6 +33,7 @@ from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.admission import check_recipe
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
+from ripresa.workers.scheduling.step_rates import StepRates
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class EngineCore:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = "the engine was not started"
+        self._rates = StepRates()
         self._num_encoder_rows = 0
         self._num_decoder_rows = 0
         self._transfer_bytes = 0
@@ -272,6 +274,9 @@ class EngineCore:
             ),
             num_encoder_rows=self._num_encoder_rows,
             num_decoder_rows=self._num_decoder_rows,
+            num_queued_rows=self._scheduler.num_queued_rows,
+            num_decoding=self._scheduler.num_decoding,
+            rates=self._rates.rates,
         )
 
     def check_integrity(self) -> None:
@@ -335,12 +340,21 @@ class EngineCore:
                 for step in plan.sequences
                 if step.inbound
             }
+            began = loop.time()
             output = await loop.run_in_executor(self._thread, self._runner.execute, plan, inbound)
+            seconds = loop.time() - began
             progress = self._scheduler.complete(output.sampled)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self._fail_step(plan, error)
             return
+        self._rates.add(
+            output.num_encoder_rows + output.num_decoder_rows,
+            seconds,
+            is_prefill=any(
+                step.sampling is None or step.num_decoder_rows != 1 for step in plan.sequences
+            ),
+        )
         self._num_encoder_rows += output.num_encoder_rows
         self._num_decoder_rows += output.num_decoder_rows
         for entry in progress:

@@ -24,6 +24,7 @@ class WorkerReport:
         node_id, pid: where it runs.
         num_parameters: model parameters it holds.
         stats: load and work so far.
+        layout_digest: of its KV layout; names of blocks depend on it.
         leaving: it takes no new work.
     """
 
@@ -33,6 +34,7 @@ class WorkerReport:
     pid: int
     num_parameters: int
     stats: EngineStats
+    layout_digest: bytes = b""
     leaving: bool = False
 
 

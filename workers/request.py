@@ -8,6 +8,7 @@ from enum import StrEnum
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.prefix_sources import PrefixOutcome, PrefixSources
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
+from ripresa.workers.scheduling.step_rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,9 @@ class EngineStats:
         num_steps: steps run.
         counters: rows of all requests by kind, as planned, and bytes sent or received.
         num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
+        num_queued_rows: rows of prompts that are admitted and not computed yet, of both halves.
+        num_decoding: streams that take a row of each step.
+        rates: how fast it computes.
     """
 
     num_running: int
@@ -210,3 +214,6 @@ class EngineStats:
     counters: WorkCounters
     num_encoder_rows: int
     num_decoder_rows: int
+    num_queued_rows: int = 0
+    num_decoding: int = 0
+    rates: Rates = field(default_factory=Rates)

@@ -126,6 +126,13 @@ class Sequence:
     def is_last_pass(self) -> bool:
         return self._pass_number >= len(self._passes) - 1
 
+    @property
+    def num_encoder_rows_left(self) -> int:
+        """Encoder rows of the prefill that this worker has yet to compute."""
+        later = self._passes[self._pass_number + 1 :]
+        now = self.encoder_pass.stop - self.position if self._passes else 0
+        return max(0, now) + sum(rows.stop - rows.start for rows in later)
+
     def advance(self, position: int) -> None:
         """Rows up to `position` are computed; a pass that ends there makes way for the next."""
         self.position = position

@@ -101,6 +101,24 @@ class Scheduler:
         return len(self._prefill) + len(self._decode)
 
     @property
+    def num_decoding(self) -> int:
+        """Sequences that take one row of each step."""
+        return len(self._decode)
+
+    @property
+    def num_queued_rows(self) -> int:
+        """Prompt rows of both halves that are planned and not computed yet.
+
+        Encoder rows that come by transfer are another worker's.
+        """
+        return sum(
+            self._rows_left(sequence)
+            for queue in (self._waiting, self._prefill)
+            for sequence in queue.values()
+            if sequence.is_fixed
+        )
+
+    @property
     def num_steps(self) -> int:
         return self._num_steps
 
@@ -178,7 +196,7 @@ class Scheduler:
             if rows == 0:
                 break
             end = sequence.prefill_stop if sequence.is_inbound else sequence.encoder_pass.stop
-            stop = chunk_stop(sequence.position, end, rows, window)
+            stop = chunk_stop(sequence.position, end, self._chunk_rows(sequence, rows), window)
             if stop is not None:
                 batch.append((sequence, self._chunk(sequence, stop)))
                 rows -= stop - sequence.position
@@ -189,6 +207,13 @@ class Scheduler:
         self._in_flight = tuple(batch)
         self._num_steps += 1
         return StepPlan(step=self._num_steps, sequences=tuple(step for _, step in batch))
+
+    def _chunk_rows(self, sequence: Sequence, rows: int) -> int:
+        """Rows that a chunk may have: less than the budget where streams wait for the step."""
+        bound = sequence.request.max_chunk_rows
+        if bound is None or not self._decode:
+            return rows
+        return min(rows, max(bound, 2 * self._limits.window))
 
     def complete(self, sampled: Mapping[int, int]) -> tuple[Progress, ...]:
         """Book the step in flight: advance its sequences, free those removed meanwhile.
@@ -242,6 +267,14 @@ class Scheduler:
             raise RipresaError(
                 ErrorCode.INTERNAL, f"{owned} slots are owned and {live} sequences are queued"
             )
+
+    def _rows_left(self, sequence: Sequence) -> int:
+        stop = sequence.prefill_stop
+        tail = stop - max(sequence.position, sequence.recipe.decoder_start)
+        if sequence.is_inbound:
+            return tail
+        encoder = sequence.num_encoder_rows_left
+        return encoder if self._role is WorkerRole.ENCODER else encoder + tail
 
     def _positions(self, request: GenerationRequest) -> int:
         generates = self._role is WorkerRole.DECODE
