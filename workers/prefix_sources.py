@@ -94,7 +94,7 @@ class PrefixOutcome:
         num_planned: leading blocks that would be held if every source had kept its word.
         num_local: leading blocks that were held before anything was brought.
         num_held: leading blocks of one lineage that were held when the request was planned.
-        num_from_peers, num_from_disk: blocks brought, whoever needs them.
+        from_peers, from_disk: ranges [first, stop) of blocks that were brought, ascending.
         num_windows_from_peers: windows brought.
         missing_windows: planned windows that were not there, each by the number of blocks before
             it.
@@ -104,11 +104,19 @@ class PrefixOutcome:
     num_planned: int = 0
     num_local: int = 0
     num_held: int = 0
-    num_from_peers: int = 0
-    num_from_disk: int = 0
+    from_peers: tuple[tuple[int, int], ...] = ()
+    from_disk: tuple[tuple[int, int], ...] = ()
     num_windows_from_peers: int = 0
     missing_windows: tuple[int, ...] = ()
     gone_at: int | None = None
+
+    @property
+    def num_from_peers(self) -> int:
+        return sum(stop - first for first, stop in self.from_peers)
+
+    @property
+    def num_from_disk(self) -> int:
+        return sum(stop - first for first, stop in self.from_disk)
 
     def tokens_from_peers(self, start: int, window: int) -> int:
         """How many of the skipped tokens [0, start) were brought from other workers.
@@ -117,7 +125,6 @@ class PrefixOutcome:
             start: of the recipe.
             window: W.
         """
-        first = self.num_local * window
-        stop = first + (self.num_from_peers + self.num_from_disk) * window
-        brought = max(0, min(start, stop) - first)
-        return min(brought, self.num_from_peers * window)
+        return sum(
+            max(0, min(start, stop * window) - first * window) for first, stop in self.from_peers
+        )
