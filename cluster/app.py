@@ -58,7 +58,7 @@ def build_app(config: ClusterConfig) -> Application:
         RipresaError: the model or a setting is wrong; nothing was started.
     """
     model = ModelConfig.from_file(config.model.config_file)
-    check_against_model(config, model.sliding_window)
+    check_against_model(config, model)
     folder = model_folder(config.model.path or "")
     with Checkpoint(folder):
         pass  # Its headers agree with its files, which need not wait for a worker's start.

@@ -199,7 +199,7 @@ def _load(config: Path | None, assignments: Sequence[str]) -> ClusterConfig:
 
     settings = load_config(config, assignments)
     model = ModelConfig.from_file(settings.model.config_file)
-    check_against_model(settings, model.sliding_window)
+    check_against_model(settings, model)
     return settings
 
 

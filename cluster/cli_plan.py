@@ -66,6 +66,7 @@ def plan_memory(config: Path | None, assignments: tuple[str, ...], available: st
     for worker_plan, _ in plans:
         worker_plan.require_fit(limit)
     total = sum(worker_plan.peak * replicas for worker_plan, replicas in plans)
+    total += max(worker_plan.shared_tables for worker_plan, _ in plans)
     if settings.ray.address is None:
         click.echo(f"all workers: {size(total)}")
         if total > limit.num_bytes:

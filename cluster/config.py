@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING
 import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, Numerics, ParkConfig, WindowConfig
+from ripresa.workers.config import (
+    EngineConfig,
+    EngramPlacement,
+    Numerics,
+    ParkConfig,
+    WindowConfig,
+)
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.deepseek_v41.config import ModelConfig, check_w8a8
 from ripresa.workers.replay import TailVariant
 
 if TYPE_CHECKING:
@@ -47,10 +54,17 @@ class ModelSettings:
         name: what clients call it.
         path: the checkpoint's folder (`config.json`, `tokenizer.json`, safetensors); null serves
             the bundled demo model.
+        engram_placement: where the n-gram tables lie: `host_shared` reads them into the page
+            cache, one copy a machine; `host_numa` copies them into each worker's own NUMA node;
+            `nvme` leaves them in their files and reads each step's rows.
+        w8a8: round the inputs of quantised linears as the released code does; `false` multiplies
+            them as they are. Needs a checkpoint with a quantization_config.
     """
 
     name: str = "deepseek-v4.1-demo"
     path: str | None = None
+    engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED
+    w8a8: bool = False
 
     @property
     def config_file(self) -> Path:
@@ -241,6 +255,8 @@ class ClusterConfig:
             default_tail=self.default_tail,
             numerics=self.numerics,
             kv_format=self.kv_format,
+            engram_placement=self.model.engram_placement,
+            w8a8=self.model.w8a8,
             windows=self.windows,
             parked=self.parked,
             transfer=EngineTransferConfig(
@@ -267,24 +283,24 @@ def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterCo
     return build(ClusterConfig, override(document, assignments))
 
 
-def check_against_model(config: ClusterConfig, window: int) -> None:
-    """Refuse settings that the model's geometry makes useless.
-
-    Args:
-        window: sliding window and block size in tokens.
+def check_against_model(config: ClusterConfig, model: ModelConfig) -> None:
+    """Refuse settings that the model makes useless or impossible.
 
     Raises:
-        ConfigError: a budget below two windows.
+        ConfigError: a budget below two windows, or `w8a8` for a model it does not fit.
     """
     pools = {"decoders": config.decoders.max_batched_tokens}
     if config.encoders.replicas > 0:
         pools["encoders"] = config.encoders.max_batched_tokens
+    least = 2 * model.sliding_window
     for name, budget in pools.items():
-        if budget < 2 * window:
+        if budget < least:
             raise ConfigError(
                 f"{name}.max_batched_tokens",
-                f"must be at least two windows of this model, {2 * window}, is {budget}",
+                f"must be at least two windows of this model, {least}, is {budget}",
             )
+    if config.model.w8a8:
+        check_w8a8(model)
 
 
 def _check_temp_dir(temp_dir: str) -> None:

@@ -17,6 +17,24 @@ class Numerics(StrEnum):
     FAST = "fast"
 
 
+class EngramPlacement(StrEnum):
+    """Where a model's n-gram tables lie while a worker serves; the numbers are the same.
+
+    HOST_SHARED: in the machine's page cache, read in at start; all its workers share one copy.
+    HOST_NUMA: copied into each worker's memory, on the NUMA node that it runs on. NVME: in their
+    files, of which each step reads its rows; nothing stays resident.
+    """
+
+    HOST_SHARED = "host_shared"
+    HOST_NUMA = "host_numa"
+    NVME = "nvme"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the whole tables take memory."""
+        return self is not EngramPlacement.NVME
+
+
 class WindowPolicy(StrEnum):
     """Which encoder windows are kept, beside the last three of a finished turn.
 
@@ -106,6 +124,9 @@ class EngineConfig:
         default_tail: the tail variant of requests that name none.
         numerics: whether results may depend on batch mates in rounding.
         kv_format: how cached rows are stored.
+        engram_placement: where n-gram tables lie; a model without any takes no notice.
+        w8a8: round the inputs of the linears that the release quantises, as the released code
+            does; changes every number, so workers that differ in it share nothing.
         transfer: hand-over settings.
         windows: which encoder windows are kept.
         parked: how sessions' states are kept.
@@ -117,6 +138,8 @@ class EngineConfig:
     default_tail: TailVariant = TailVariant.FLOORED
     numerics: Numerics = Numerics.DETERMINISTIC
     kv_format: KVFormat = KVFormat.PACKED
+    engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED
+    w8a8: bool = False
     transfer: TransferConfig = field(default_factory=TransferConfig)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)

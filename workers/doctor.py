@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.checkpoint_files import CheckpointFiles
-from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
 from ripresa.workers.demo.checkpoint import FOLDER
 from ripresa.workers.errors import CheckpointError, ConfigError
 from ripresa.workers.host_memory import available_memory
@@ -216,7 +216,11 @@ def _forward(
     """Logits of all tokens, in one step of the whole model: [len(tokens), vocab]."""
     num_blocks = -(-len(tokens) // config.sliding_window)
     engine = EngineConfig(
-        max_batched_tokens=len(tokens), max_num_seqs=1, num_blocks=num_blocks, kv_format=kv_format
+        max_batched_tokens=len(tokens),
+        max_num_seqs=1,
+        num_blocks=num_blocks,
+        kv_format=kv_format,
+        engram_placement=EngramPlacement.NVME,  # one step reads few rows
     )
     plan = plan_memory(
         config,
@@ -236,6 +240,7 @@ def _forward(
         num_slots=1,
         numerics=Numerics.FAST,
         kv_format=kv_format,
+        engram_placement=engine.engram_placement,
         compressed_ids=ids,
         poison=True,
         observer=observer,

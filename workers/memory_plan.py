@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ripresa.workers.cache.kv_layout import KVLayout
-from ripresa.workers.config import EngineConfig, WindowPolicy
+from ripresa.workers.config import EngineConfig, EngramPlacement, WindowPolicy
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.host_memory import AvailableMemory
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
@@ -19,6 +19,12 @@ from ripresa.workers.models.deepseek_v41.tensor_specs import (
 from ripresa.workers.transfer.base import LaneConfig
 
 HELD = {Half.ENCODER: "the encoder half", Half.ALL: "the whole model"}
+
+_TABLES_ARE = {
+    EngramPlacement.HOST_SHARED: "page cache, one copy a machine, not counted above",
+    EngramPlacement.HOST_NUMA: "a copy in each worker, counted above",
+    EngramPlacement.NVME: "in their files, no memory",
+}
 
 COMPUTE_BYTES = 4
 """Weights are kept in float32."""
@@ -37,7 +43,8 @@ class MemoryPlan:
         index_workspace: most that index scoring takes at once.
         lane_buffers: most that hand-overs under way take.
         load_extra: what loading the largest tensor takes beside what is kept.
-        engram_tables: files mapped into memory, one copy a machine whatever its workers.
+        engram_tables: bytes of the n-gram tables as stored.
+        engram_placement: where they lie, and so whose memory they take.
     """
 
     settings: str
@@ -53,6 +60,7 @@ class MemoryPlan:
     kept_states: int
     load_extra: int
     engram_tables: int
+    engram_placement: EngramPlacement
 
     @property
     def kv_pool(self) -> int:
@@ -63,19 +71,37 @@ class MemoryPlan:
         return self.slot_bytes * self.num_slots
 
     @property
+    def own_tables(self) -> int:
+        """Engram's tables in this worker's own memory (`host_numa`)."""
+        is_own = self.engram_placement is EngramPlacement.HOST_NUMA
+        return self.engram_tables if is_own else 0
+
+    @property
+    def shared_tables(self) -> int:
+        """Engram's tables in the page cache: once a machine, whatever its workers."""
+        is_shared = self.engram_placement is EngramPlacement.HOST_SHARED
+        return self.engram_tables if is_shared else 0
+
+    @property
     def loader_peak(self) -> int:
-        """Most that loading takes; the KV memory comes after it."""
-        return self.weights + self.load_extra
+        """Most that loading takes of its own; the KV memory comes after it."""
+        return self.weights + self.load_extra + self.own_tables
 
     @property
     def serving(self) -> int:
-        """Most that serving takes, without the page cache of Engram's tables."""
-        kept = self.weights + self.kv_pool + self.rings
+        """Most that serving takes of its own, without pages that workers share."""
+        kept = self.weights + self.own_tables + self.kv_pool + self.rings
         return kept + self.index_workspace + self.lane_buffers + self.kept_states
 
     @property
     def peak(self) -> int:
+        """Most that the worker takes of its own."""
         return max(self.loader_peak, self.serving)
+
+    @property
+    def needed(self) -> int:
+        """What must be left for it where no other worker is."""
+        return self.peak + self.shared_tables
 
     def lines(self) -> Iterator[str]:
         """The plan as text, a line an item."""
@@ -93,10 +119,8 @@ class MemoryPlan:
         for name, num_bytes, note in items:
             yield f"  {name:<16}{size(num_bytes):>12}  {note}"
         if self.engram_tables:
-            yield (
-                f"  {'Engram tables':<16}{size(self.engram_tables):>12}  host_shared: page cache, "
-                "one copy a machine, not counted above"
-            )
+            note = f"{self.engram_placement}: {_TABLES_ARE[self.engram_placement]}"
+            yield f"  {'Engram tables':<16}{size(self.engram_tables):>12}  {note}"
 
     def require_fit(self, available: AvailableMemory) -> None:
         """Refuse a plan that cannot work out.
@@ -104,17 +128,25 @@ class MemoryPlan:
         Raises:
             ConfigError: naming the setting to change, and to what.
         """
-        lack = self.peak - available.num_bytes
+        lack = self.needed - available.num_bytes
         if lack <= 0:
             return
         reason = (
-            f"a worker with {HELD[self.half]} takes {size(self.peak)}, and "
+            f"a worker with {HELD[self.half]} takes {size(self.needed)}, and "
             f"{size(available.num_bytes)} are left by {available.source}"
         )
-        if self.loader_peak > available.num_bytes:
+        tables = self.own_tables + self.shared_tables
+        if tables and self.needed - tables <= available.num_bytes:
+            raise ConfigError(
+                "model.engram_placement",
+                f"{reason}: {self.engram_placement} keeps Engram's tables, {size(tables)}, in "
+                "memory; give the worker more, or set it to nvme",
+            )
+        loading = self.loader_peak + self.shared_tables
+        if loading > available.num_bytes:
             raise ConfigError(
                 "model.path",
-                f"{reason}: loading its weights alone takes {size(self.loader_peak)}; give the "
+                f"{reason}: loading its weights alone takes {size(loading)}; give the "
                 "worker more memory or serve a smaller model",
             )
         blocks = self.num_blocks - -(-lack // self.block_bytes)
@@ -165,6 +197,7 @@ def plan_memory(
         engram_tables=sum(
             spec.released_bytes for spec in text_specs(config) if spec.part is Part.TABLE
         ),
+        engram_placement=engine.engram_placement,
     )
 
 

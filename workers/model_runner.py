@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
-from ripresa.workers.config import Numerics
+from ripresa.workers.config import EngramPlacement, Numerics
 from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint, Progress
-from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.config import ModelConfig, check_w8a8
 from ripresa.workers.models.deepseek_v41.engram import Engram
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids, check_tokenizer
 from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as compressed_ids_of
@@ -70,7 +70,9 @@ class TorchModelRunner:
     ) -> None:
         self.config = config
         self.weights = weights
-        self.layout = kv_layout(config, kv_format, model_digest)
+        if round_inputs:
+            check_w8a8(config)
+        self.layout = kv_layout(config, kv_format, model_digest, round_inputs)
         self.device = weights.embed.device
         self._min_rows = DETERMINISTIC_ROWS if numerics is Numerics.DETERMINISTIC else 0
         last = config.split + 1 if weights.half is Half.ENCODER else config.num_hidden_layers
@@ -318,7 +320,9 @@ class TorchModelRunner:
         self.cache.release_slot(slot)
 
 
-def kv_layout(config: ModelConfig, kv_format: KVFormat, model_digest: str) -> KVLayout:
+def kv_layout(
+    config: ModelConfig, kv_format: KVFormat, model_digest: str, round_inputs: bool = False
+) -> KVLayout:
     """The KV layout of a model; `model_digest` names geometry and weights."""
     return KVLayout(
         format=kv_format,
@@ -330,6 +334,7 @@ def kv_layout(config: ModelConfig, kv_format: KVFormat, model_digest: str) -> KV
         split=config.split,
         pools=tuple(PoolSpec(layer, config.ratio(layer)) for layer in config.kv_source_layer_ids),
         model_digest=model_digest,
+        round_inputs=round_inputs,
     )
 
 
@@ -342,6 +347,7 @@ def load_runner(
     numerics: Numerics,
     kv_format: KVFormat = KVFormat.PACKED,
     round_inputs: bool = False,
+    engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED,
     compressed_ids: Ids | None = None,
     poison: bool = False,
     observer: Observer | None = None,
@@ -356,7 +362,7 @@ def load_runner(
     """
     config = ModelConfig.from_file(folder / "config.json")
     with Checkpoint(folder, progress) as checkpoint:
-        weights = load_weights(checkpoint, config, half)
+        weights = load_weights(checkpoint, config, half, engram_placement)
     if config.engram.layer_ids and compressed_ids is None:
         compressed_ids = _compressed_ids(folder, config)
     return TorchModelRunner(
@@ -406,10 +412,8 @@ def model_digest(folder: Path, config: ModelConfig) -> str:
         for name in sorted(entries):
             entry = entries[name]
             digest.update(f"{name} {entry.dtype} {entry.shape} {entry.num_bytes}\n".encode())
-            if entry.shape and entry.num_bytes:
-                content = checkpoint.map_rows(name).reshape(-1)
-                part = content if is_small else content[:_SAMPLE_BYTES]
-                digest.update(part.tobytes())
+            hashed = entry.num_bytes if is_small else _SAMPLE_BYTES
+            digest.update(checkpoint.read_head(name, hashed))
     return digest.hexdigest()
 
 

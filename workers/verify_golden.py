@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from ripresa.kernels import dispatch as ops
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import Numerics
+from ripresa.workers.config import EngramPlacement, Numerics
 from ripresa.workers.errors import CheckpointError, RipresaError
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import EncoderOutput, StepOutput
@@ -51,6 +51,7 @@ class Way:
     strangers: int = 0
     numerics: Numerics = Numerics.FAST
     round_inputs: bool = False
+    engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Machine:
                 numerics=way.numerics,
                 kv_format=kv_format,
                 round_inputs=way.round_inputs,
+                engram_placement=way.engram_placement,
                 compressed_ids=paired_ids(self.config.vocab_size),
                 poison=True,
                 observer=None if way.strangers else self._observe,
@@ -428,6 +430,9 @@ class _Case:
         ways += [Way(f"split, chunks of {c}", split=True, chunk=c) for c in (1, 3, window)]
         ways += [Way("strangers", strangers=3), Way("strangers, chunks", strangers=2, chunk=5)]
         ways += [Way("split with strangers", split=True, chunk=window, strangers=2)]
+        if self._config.engram.layer_ids:
+            others = (EngramPlacement.HOST_NUMA, EngramPlacement.NVME)
+            ways += [Way(f"Engram by {place}", engram_placement=place) for place in others]
         return ways
 
     def check(self, way: Way) -> None:

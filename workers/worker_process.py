@@ -77,6 +77,8 @@ def _load(settings: WorkerSettings, half: Half) -> TorchModelRunner:
         num_slots=engine.max_num_seqs,
         numerics=engine.numerics,
         kv_format=engine.kv_format,
+        round_inputs=engine.w8a8,
+        engram_placement=engine.engram_placement,
         progress=ProgressLines(f"reading {HELD[half]}", logger.info),
     )
     _warm_up(runner, half)

@@ -164,6 +164,49 @@ def test_plan_memory_refuses(tmp_path: Path, arguments: tuple[str, ...], words: 
     assert words in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("placement", "copies", "words"),
+    [
+        ("host_shared", 1, "page cache, one copy a machine, not counted above"),
+        ("host_numa", 3, "a copy in each worker, counted above"),
+        ("nvme", 0, "in their files, no memory"),
+    ],
+)
+def test_plan_memory_counts_tables_where_they_are_placed(
+    tmp_path: Path, placement: str, copies: int, words: str
+) -> None:
+    """A million rows of 32 columns and a scale: once a machine, once a worker, or never."""
+    config = tiny_config(engram_num_embeddings=[1_000_000])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def total(chosen: str) -> float:
+        result = ripresa(
+            *("plan", "memory", "--set", f"model.path={tmp_path}", "--available", "64G"),
+            *("--set", "encoders.replicas=2", "--set", f"model.engram_placement={chosen}"),
+            *("--set", "windows.policy=zero", "--set", "parked.capacity_bytes=0"),
+        )
+        assert result.exit_code == 0, result.output
+        assert chosen != placement or f"33.0 MB  {placement}: {words}" in result.stdout
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("all workers"))
+        assert line.endswith(" MB")
+        return float(line.split()[2])
+
+    assert total(placement) - total("nvme") == pytest.approx(33.0 * copies, abs=0.2)
+
+
+def test_check_config_knows_the_model_s_settings(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {w8a8: true, engram_placement: host_numa}")
+    refused = ripresa("check", "config", str(config))
+    assert refused.exit_code == MISUSED
+    assert "model.w8a8: the inputs of plain weights are never rounded" in refused.stderr
+    tiny_checkpoint(tmp_path / "model", sliding_window=128)
+    taken = ripresa("check", "config", str(config), "--set", f"model.path={tmp_path / 'model'}")
+    assert taken.exit_code == 0, taken.output
+    assert "  w8a8: true" in taken.stdout
+    assert "  engram_placement: host_numa" in taken.stdout
+
+
 def test_plan_memory_by_the_machine_s_own_limit() -> None:
     result = ripresa("plan", "memory")
     assert "available: " in result.stdout, result.output

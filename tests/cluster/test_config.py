@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_model import tiny_config
 
 from ripresa.cluster.config import (
+    DEMO_MODEL,
     MAX_TEMP_DIR_CHARS,
     ClusterConfig,
     TransferBackend,
@@ -17,9 +19,10 @@ from ripresa.cluster.config import (
     load_config,
 )
 from ripresa.cluster.config_tree import dump
-from ripresa.workers.config import Numerics
+from ripresa.workers.config import EngramPlacement, Numerics
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.transfer.base import LaneConfig
 
@@ -65,7 +68,20 @@ def test_dump_reads_back(tmp_path: Path) -> None:
     assert yaml.safe_load(dump(config))["transfer"]["backend"] == "gloo"
 
 
+QUANTISED = {
+    "quant_method": "fp8",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+
 REFUSED = {
+    "no placement": (
+        "model: {engram_placement: gpu}",
+        "model.engram_placement",
+        "one of host_shared, host_numa, nvme, is 'gpu'",
+    ),
+    "text for a switch": ("model: {w8a8: on please}", "model.w8a8", "true or false"),
     "unknown group": ("encoder: {replicas: 1}", "encoder", "did you mean `encoders`?"),
     "unknown key": ("encoders: {replcas: 1}", "encoders.replcas", "did you mean `replicas`?"),
     "nothing near": ("gateway: {xyzzy: 1}", "gateway.xyzzy", "valid here: replicas, grpc_host"),
@@ -165,10 +181,35 @@ def test_transfer_defaults_are_the_workers_own() -> None:
 
 
 def test_a_budget_below_two_windows_is_refused() -> None:
-    check_against_model(load_config(None, ["decoders.max_batched_tokens=256"]), window=128)
+    model = ModelConfig.from_file(DEMO_MODEL / "config.json")
+    assert model.sliding_window == 128
+    check_against_model(load_config(None, ["decoders.max_batched_tokens=256"]), model)
     with pytest.raises(ConfigError, match="at least two windows of this model, 256, is 255"):
-        check_against_model(load_config(None, ["decoders.max_batched_tokens=255"]), window=128)
+        check_against_model(load_config(None, ["decoders.max_batched_tokens=255"]), model)
     small_encoders = ["encoders.max_batched_tokens=64", "encoders.replicas=1"]
     with pytest.raises(ConfigError) as caught:
-        check_against_model(load_config(None, small_encoders), window=128)
+        check_against_model(load_config(None, small_encoders), model)
     assert caught.value.field == "encoders.max_batched_tokens"
+
+
+def test_the_model_s_settings_reach_every_worker() -> None:
+    config = load_config(None, ["model.w8a8=true", "model.engram_placement=nvme"])
+    for engine in (config.encoder_engine(), config.decoder_engine()):
+        assert engine.w8a8
+        assert engine.engram_placement is EngramPlacement.NVME
+    default = load_config(None).decoder_engine()
+    assert not default.w8a8
+    assert default.engram_placement is EngramPlacement.HOST_SHARED
+
+
+def test_w8a8_needs_a_model_that_the_release_would_round() -> None:
+    config = load_config(None, ["model.w8a8=true"])
+    sizes = tiny_config()
+    rounded = sizes | {"quantization_config": QUANTISED}
+    check_against_model(config, ModelConfig.from_dict(rounded))
+    with pytest.raises(ConfigError, match="no quantization_config") as caught:
+        check_against_model(config, ModelConfig.from_dict(sizes))
+    assert caught.value.field == "model.w8a8"
+    narrow = tiny_config(q_lora_rank=48) | {"quantization_config": QUANTISED}
+    with pytest.raises(ConfigError, match="the q_lora_rank, 48, is no multiple"):
+        check_against_model(config, ModelConfig.from_dict(narrow))

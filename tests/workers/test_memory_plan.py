@@ -11,7 +11,7 @@ import torch
 from tiny_model import tiny_checkpoint
 
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, Numerics
+from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.host_memory import AvailableMemory
 from ripresa.workers.memory_plan import MemoryPlan, plan_memory, size
@@ -61,8 +61,9 @@ def test_a_worker_takes_what_was_planned(tmp_path: Path, half: Half) -> None:
     plan = plan_of(config, half)
     assert plan.weights == sum(storage.nbytes() for storage in storages.values())
     assert plan.kv_pool + plan.rings == runner.cache.num_bytes
-    assert plan.weights_stored <= read[-1], "of Full layers some tensors are read twice"
-    assert read[-1] < 1.05 * plan.weights_stored
+    num_read = read[-1] - plan.engram_tables
+    assert plan.weights_stored <= num_read, "of Full layers some tensors are read twice"
+    assert num_read < 1.05 * plan.weights_stored
 
 
 def test_the_encoder_half_is_about_half(tmp_path: Path) -> None:
@@ -77,12 +78,42 @@ def test_every_item_is_printed(tmp_path: Path) -> None:
     text = "\n".join(plan.lines())
     for words in ("weights", "KV pool", "rings", "index workspace", "lane buffers", "loader peak"):
         assert words in text
-    assert "Engram tables        12.7 kB  host_shared" in text
+    assert "Engram tables        12.7 kB  host_shared: page cache, one copy a machine" in text
+
+
+def test_tables_take_memory_where_they_are_placed(tmp_path: Path) -> None:
+    config = tiny_checkpoint(tmp_path / "model")
+    tables = 384 * (32 + 1)
+    plans = {
+        placement: plan_of(config, Half.ALL, replace(ENGINE, engram_placement=placement))
+        for placement in EngramPlacement
+    }
+    nvme = plans[EngramPlacement.NVME]
+    shared, own = plans[EngramPlacement.HOST_SHARED], plans[EngramPlacement.HOST_NUMA]
+    assert nvme.needed == nvme.peak == shared.peak
+    assert (shared.shared_tables, shared.own_tables, shared.needed) == (
+        tables,
+        0,
+        nvme.peak + tables,
+    )
+    assert (own.shared_tables, own.own_tables) == (0, tables)
+    for mine, less in ((own.loader_peak, nvme.loader_peak), (own.serving, nvme.serving)):
+        assert mine == less + tables
+    for placement in (EngramPlacement.HOST_SHARED, EngramPlacement.HOST_NUMA):
+        plan = plans[placement]
+        plan.require_fit(AvailableMemory(plan.needed, "a test"))
+        with pytest.raises(ConfigError, match=r"12\.7 kB, in memory; .* set it to nvme") as caught:
+            plan.require_fit(AvailableMemory(plan.needed - 1, "a test"))
+        assert caught.value.field == "model.engram_placement"
+    nvme.require_fit(AvailableMemory(nvme.peak, "a test"))
+    assert f"{tables / 1000:.1f} kB  nvme: in their files, no memory" in "\n".join(nvme.lines())
 
 
 def test_what_does_not_fit_names_the_setting_and_a_value_that_does(tmp_path: Path) -> None:
     config = tiny_checkpoint(tmp_path / "model")
-    engine = replace(ENGINE, num_blocks=10_000, max_num_seqs=5000)
+    engine = replace(
+        ENGINE, num_blocks=10_000, max_num_seqs=5000, engram_placement=EngramPlacement.NVME
+    )
     plan = plan_of(config, Half.ALL, engine)
     plan.require_fit(AvailableMemory(plan.peak, "a test"))
 

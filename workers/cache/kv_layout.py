@@ -45,6 +45,7 @@ class KVLayout:
         split: E; layers below it are the encoder.
         pools: the Full layers, ascending.
         model_digest: digest of geometry and weights that the cached values depend on.
+        round_inputs: whether they come from rounded linear inputs (`w8a8`).
     """
 
     format: KVFormat
@@ -56,6 +57,7 @@ class KVLayout:
     split: int
     pools: tuple[PoolSpec, ...]
     model_digest: str
+    round_inputs: bool = False
 
     @property
     def ring_rows(self) -> int:

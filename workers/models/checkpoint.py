@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ripresa.kernels import dispatch as ops
+from ripresa.workers.config import EngramPlacement
 from ripresa.workers.errors import CheckpointError
 from ripresa.workers.models.checkpoint_index import open_shards
+from ripresa.workers.models.row_store import RowStore, open_rows
 from ripresa.workers.models.shard import TensorEntry
 
 Progress = Callable[[int, int], None]
@@ -62,7 +62,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Mapped tensors stay readable."""
+        """Rows that were opened stay readable."""
         for shard in self._shards.values():
             shard.close()
 
@@ -140,29 +140,36 @@ class Checkpoint:
         """
         entry = self.entry(name)
         content = self._shards[entry.file].read(entry)
-        self._num_read += entry.num_bytes
-        if self._progress is not None:
-            self._progress(self._num_read, max(self._num_read, self._num_expected))
+        self._advance(entry.num_bytes)
         return content
 
-    def map_rows(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor's rows, read-only: [rows, bytes of a row].
-
-        Rows are fetched from the file when they are touched, through the page cache that all
-        processes of the machine share. They outlive the checkpoint's `close`.
+    def read_head(self, name: str, num_bytes: int) -> bytes:
+        """The first bytes of a tensor as stored, all of them if it has no more.
 
         Raises:
-            CheckpointError: missing, or without rows.
+            CheckpointError: missing or not readable.
+        """
+        entry = self.entry(name)
+        content = bytearray(min(num_bytes, entry.num_bytes))
+        self._shards[entry.file].read_into(entry, memoryview(content))
+        return bytes(content)
+
+    def open_rows(self, name: str, placement: EngramPlacement) -> RowStore:
+        """The rows of a tensor, placed; they outlive the checkpoint's `close`.
+
+        Raises:
+            CheckpointError: missing, without rows, or not readable.
+            ConfigError: the machine cannot place them so.
         """
         entry = self.entry(name)
         if not entry.shape or entry.num_bytes == 0:
             raise CheckpointError(f"has no rows in {entry.file}", tensor=name)
-        try:
-            return self._shards[entry.file].map(entry)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot be mapped from {entry.file}: {error}", tensor=name
-            ) from error
+        return open_rows(self._shards[entry.file], entry, placement, self._advance)
+
+    def _advance(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+        if self._progress is not None:
+            self._progress(self._num_read, max(self._num_read, self._num_expected))
 
     def _read_scale(self, weight: TensorEntry, shape: tuple[int, int], per: str) -> torch.Tensor:
         """The E8M0 codes of a weight's scales, uint8."""

@@ -6,22 +6,20 @@ shape, and where its bytes lie behind the header. Every byte belongs to exactly 
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ripresa.workers.errors import CheckpointError
 from ripresa.workers.models.regular_file import open_regular
 from ripresa.workers.models.strict_json import parse_json
 
 MAX_HEADER_BYTES = 100 << 20
+_READ_BYTES = 256 << 20
 _MAX_DIMENSIONS = 8
 
 DTYPES: dict[str, torch.dtype] = {
@@ -94,7 +92,7 @@ class Shard:
             ) from error
 
     def close(self) -> None:
-        """Mapped tensors stay readable."""
+        """Rows that were opened from it stay readable."""
         self._file.close()
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
@@ -104,11 +102,28 @@ class Shard:
             CheckpointError: the file has become shorter, or the disk fails.
         """
         content = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        view = content.numpy().data
+        self.read_into(entry, content.numpy().data)
+        return content.view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def read_into(
+        self,
+        entry: TensorEntry,
+        target: memoryview,
+        advance: Callable[[int], None] | None = None,
+    ) -> None:
+        """The first bytes of a tensor, as many as `target` takes.
+
+        Args:
+            advance: told of the bytes of each piece.
+
+        Raises:
+            CheckpointError: the file has become shorter, or the disk fails.
+        """
         done = 0
-        while done < entry.num_bytes:
+        while done < len(target):
+            piece = target[done : done + _READ_BYTES]
             try:
-                count = os.preadv(self._file.fileno(), [view[done:]], entry.start + done)
+                count = os.preadv(self._file.fileno(), [piece], entry.start + done)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot be read from {entry.file}: {error.strerror}", tensor=entry.name
@@ -119,23 +134,12 @@ class Shard:
                     tensor=entry.name,
                 )
             done += count
-        return content.view(DTYPES[entry.dtype]).view(entry.shape)
+            if advance is not None:
+                advance(count)
 
-    def map(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """A tensor's bytes without reading them: [rows, bytes of a row], read-only.
-
-        Pages come from the page cache, which every process of the machine shares, when they are
-        touched; nothing is read ahead. The tensor has at least one dimension and one byte.
-        """
-        begin = entry.start - entry.start % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._file.fileno(), entry.stop - begin, access=mmap.ACCESS_READ, offset=begin
-        )
-        mapped.madvise(mmap.MADV_RANDOM)
-        content = np.frombuffer(
-            mapped, dtype=np.uint8, count=entry.num_bytes, offset=entry.start - begin
-        )
-        return content.reshape(entry.shape[0], -1)
+    def duplicate(self) -> int:
+        """A descriptor of this file that outlives the shard; the caller closes it."""
+        return os.dup(self._file.fileno())
 
     def _read_header(self, size: int) -> Iterator[TensorEntry]:
         length = int.from_bytes(self._file.read(8), "little")

@@ -266,6 +266,37 @@ class _Fields:
         return ConfigError(f"{self._prefix}{name}", message)
 
 
+def check_w8a8(config: ModelConfig) -> None:
+    """Refuse rounded linear inputs (`w8a8`) for a model that the release would not round.
+
+    Raises:
+        ConfigError: its weights are not quantised, or an input has no whole groups of 32.
+    """
+    if not config.quantised:
+        raise ConfigError(
+            "model.w8a8",
+            "the inputs of plain weights are never rounded, and this config.json has no "
+            "quantization_config; set it to false",
+        )
+    widths = {
+        "hidden_size": config.hidden_size,
+        "q_lora_rank": config.q_lora_rank,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "o_lora_rank times o_groups": config.o_lora_rank * config.o_groups,
+    }
+    if config.engram.layer_ids:
+        engram = config.engram
+        width = (engram.max_ngram_size - 1) * engram.num_heads * engram.head_dim
+        widths["width of Engram's rows"] = width
+    for name, width in widths.items():
+        if width % 32:
+            raise ConfigError(
+                "model.w8a8",
+                f"inputs are rounded in groups of 32, and the {name}, {width}, is no multiple of "
+                "it; set it to false",
+            )
+
+
 def _shown(value: object) -> str:
     """A value of a config that nobody vouches for, in an error message."""
     try:

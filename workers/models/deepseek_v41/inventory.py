@@ -65,7 +65,7 @@ class Inventory:
         return (tensor for tensor in self.stored if tensor.spec.part in parts)
 
     def read_by(self, half: Half) -> Iterator[StoredTensor]:
-        """What a worker with this half loads: without Engram's tables, which stay in their file."""
+        """What a worker with this half decodes into float32: all but Engram's tables."""
         return self.of(PARTS_OF_HALF[half] - {Part.TABLE})
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ripresa.workers.config import EngramPlacement
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_table import EngramTable
 from ripresa.workers.models.deepseek_v41.inventory import take_inventory
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half as Half
-from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_shapes
+from ripresa.workers.models.deepseek_v41.tensor_specs import Part, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +110,25 @@ class Weights:
     num_parameters: int
 
 
-def load_weights(checkpoint: Checkpoint, config: ModelConfig, half: Half) -> Weights:
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    half: Half,
+    placement: EngramPlacement = EngramPlacement.HOST_SHARED,
+) -> Weights:
     """Read one half from a checkpoint; tensors of the other are not touched.
 
-    One tensor at a time goes straight to where it is kept. Engram's tables stay in their files.
+    One tensor at a time goes straight to where it is kept, Engram's tables where `placement` says.
 
     Raises:
         CheckpointError: the checkpoint is not the model of this config, or a tensor cannot be read.
+        ConfigError: the machine cannot place the tables so.
     """
     inventory = take_inventory(checkpoint.entries, config)
-    checkpoint.expect(sum(tensor.num_bytes for tensor in inventory.read_by(half)))
+    read = [*inventory.read_by(half)]
+    if placement.is_resident:
+        read += inventory.of({Part.TABLE})
+    checkpoint.expect(sum(tensor.num_bytes for tensor in read))
     loader = _Loader(checkpoint, tensor_shapes(config))
     count = config.num_hidden_layers if half is Half.ALL else config.split
     embed = loader.take("embed.weight")
@@ -130,7 +140,10 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, half: Half) -> Wei
     else:
         source, norm, head = _load_source(loader, config, config.split), None, None
     sizes = zip(config.engram.layer_ids, config.engram.num_embeddings, strict=True)
-    engram = {layer: _load_engram(loader, checkpoint, config, layer, rows) for layer, rows in sizes}
+    engram = {
+        layer: _load_engram(loader, checkpoint, config, layer, rows, placement)
+        for layer, rows in sizes
+    }
     return Weights(half, embed, layers, source, engram, norm, head, loader.num_parameters)
 
 
@@ -228,11 +241,17 @@ def _load_source(loader: _Loader, config: ModelConfig, layer: int) -> SourceWeig
 
 
 def _load_engram(
-    loader: _Loader, checkpoint: Checkpoint, config: ModelConfig, layer: int, num_rows: int
+    loader: _Loader,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layer: int,
+    num_rows: int,
+    placement: EngramPlacement,
 ) -> EngramWeights:
     prefix = f"layers.{layer}.engram"
+    name = f"{prefix}.embed.weight"
     return EngramWeights(
-        table=EngramTable(checkpoint, f"{prefix}.embed.weight", num_rows, config.engram.head_dim),
+        table=EngramTable(checkpoint, name, num_rows, config.engram.head_dim, placement),
         wkv=loader.take(f"{prefix}.wkv.weight"),
         q_weight=loader.take(f"{prefix}.q_weight"),
         k_weight=loader.take(f"{prefix}.k_weight"),

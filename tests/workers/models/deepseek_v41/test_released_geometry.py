@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import Numerics
+from ripresa.workers.config import EngramPlacement, Numerics
 from ripresa.workers.model_runner import TorchModelRunner, kv_layout
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
@@ -28,6 +28,7 @@ from ripresa.workers.models.deepseek_v41.tensor_specs import (
     text_specs,
 )
 from ripresa.workers.models.deepseek_v41.weights import load_weights
+from ripresa.workers.models.row_store import RowStore
 from ripresa.workers.models.shard import TensorEntry
 
 RELEASED_TENSORS = 96_085
@@ -64,6 +65,11 @@ def entries_of(specs: dict[str, TensorSpec]) -> dict[str, TensorEntry]:
     return entries
 
 
+class NoRows:
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        raise AssertionError("a test of shapes reads no row")
+
+
 class ShapesOnly(Checkpoint):
     """A checkpoint of tensors without numbers."""
 
@@ -78,8 +84,8 @@ class ShapesOnly(Checkpoint):
         self.read_names.add(name)
         return torch.empty(shape, device="meta")
 
-    def map_rows(self, name: str) -> np.ndarray:
-        return np.broadcast_to(np.uint8(0), self._entries[name].shape)
+    def open_rows(self, name: str, placement: EngramPlacement) -> RowStore:
+        return NoRows()
 
 
 def test_bytes_of_the_cache(config: ModelConfig) -> None:
