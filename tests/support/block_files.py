@@ -10,9 +10,12 @@ from ripresa.workers.cache.block_file import BlockFormat
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_record import BlockRecord, Producer
 from ripresa.workers.cache.block_store import StoredBlock
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.cache.disk_store import DiskStore
 
 FORM = BlockFormat(layout_digest=b"layout of a test", weights="w1", block_bytes=900)
+
+ORIGIN = Origin("a tenant", b"first block's ha", None)
 
 
 def identity(number: int, restarts: tuple[int, ...] = ()) -> BlockIdentity:
@@ -20,7 +23,7 @@ def identity(number: int, restarts: tuple[int, ...] = ()) -> BlockIdentity:
 
 
 def stored(number: int, restarts: tuple[int, ...] = (), form: BlockFormat = FORM) -> StoredBlock:
-    record = BlockRecord(identity(number, restarts), Producer.PREFILL, form.weights)
+    record = BlockRecord(identity(number, restarts), Producer.PREFILL, form.weights, ORIGIN)
     word = f"{number} {restarts} ".encode()
     return StoredBlock(record, (word * form.block_bytes)[: form.block_bytes])
 

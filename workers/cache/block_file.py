@@ -17,6 +17,7 @@ import xxhash
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_record import BlockRecord, Producer
 from ripresa.workers.cache.block_store import StoredBlock
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.replay import RULES_VERSION
 
 FILE_FORMAT = 1
@@ -113,6 +114,11 @@ def _header(record: BlockRecord, form: BlockFormat) -> dict[str, object]:
     return {
         "hash": record.identity.hash.hex(),
         "restarts": list(record.identity.restarts),
+        "origin": [
+            record.origin.tenant,
+            record.origin.first.hex(),
+            None if record.origin.parent is None else record.origin.parent.hex(),
+        ],
         "producer": record.producer.value,
         "layout": form.layout_digest.hex(),
         "weights": record.weights,
@@ -123,10 +129,12 @@ def _header(record: BlockRecord, form: BlockFormat) -> dict[str, object]:
 def _record(header: bytes, form: BlockFormat) -> BlockRecord:
     try:
         fields = json.loads(header)
+        tenant, first, parent = fields["origin"]
         record = BlockRecord(
             identity=BlockIdentity(bytes.fromhex(fields["hash"]), tuple(fields["restarts"])),
             producer=Producer(fields["producer"]),
             weights=fields["weights"],
+            origin=Origin(tenant, bytes.fromhex(first), parent and bytes.fromhex(parent)),
             rules_version=fields["rules_version"],
         )
         is_own = fields == _header(record, form)

@@ -13,6 +13,7 @@ from ripresa.workers.cache.block_file import BadBlock, decode, encode, file_name
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_record import BlockRecord, Producer
 from ripresa.workers.cache.block_store import StoredBlock
+from ripresa.workers.cache.cache_events import Origin
 
 SMALL = replace(FORM, block_bytes=40)
 
@@ -22,12 +23,14 @@ SMALL = replace(FORM, block_bytes=40)
     st.lists(st.integers(0, 2**40), max_size=40),
     st.sampled_from(Producer),
     st.binary(min_size=40, max_size=40),
+    st.none() | st.binary(min_size=16, max_size=16),
 )
 def test_a_block_comes_back_as_it_was(
-    block_hash: bytes, restarts: list[int], producer: Producer, payload: bytes
+    block_hash: bytes, restarts: list[int], producer: Producer, payload: bytes, parent: bytes | None
 ) -> None:
     name = BlockIdentity(block_hash, tuple(restarts))
-    block = StoredBlock(BlockRecord(name, producer, "w1"), payload)
+    origin = Origin("t", b"f" * 16, parent)
+    block = StoredBlock(BlockRecord(name, producer, "w1", origin), payload)
     assert decode(encode(block, SMALL), name, SMALL) == block
 
 
