@@ -74,6 +74,11 @@ VIOLATIONS = [
         "from ripresa.workers.models import base",
     ),
     ("The gateway handles no tensors", "cluster/gateway/planted.py", "import torch"),
+    (
+        "One file renders prompts and parses answers",
+        "cluster/gateway/planted.py",
+        "import deepseek_recipe",
+    ),
     ("Wire protocols live in the gateway alone", "cluster/routing/planted.py", "import grpc"),
     (
         "Wire protocols live in the gateway alone",

@@ -26,6 +26,10 @@ class Tokenizer:
     `encode` reads plain text: the spelling of a special token in it stays text, so that user text
     cannot forge a turn. Nothing is added in front or behind.
 
+    Attributes:
+        digest: of the file, in hexadecimal.
+        special_ids: spelling -> id of the added tokens.
+
     Raises:
         CheckpointError: the file is missing, is no tokenizer, or is not byte-level.
     """
@@ -40,6 +44,7 @@ class Tokenizer:
             spec: dict[str, Any] = json.loads(raw)
             self._bytes_of = _token_bytes(spec)
             self._max_token_bytes = max(map(len, self._bytes_of.values()))
+            self.special_ids = _special_ids(spec)
             self._plain = TokenizerModel.from_str(json.dumps(_without_added_tokens(spec)))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
@@ -105,6 +110,11 @@ def _token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
         if token_id not in added:
             known[token_id] = bytes(byte_of[character] for character in token)
     return known | added
+
+
+def _special_ids(spec: dict[str, Any]) -> dict[str, int]:
+    """Spelling -> id of every added token."""
+    return {token["content"]: token["id"] for token in spec["added_tokens"]}
 
 
 def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:

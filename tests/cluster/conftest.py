@@ -10,6 +10,8 @@ from gateway_thread import GatewayThread, gateway_thread
 from tokenizers import Tokenizer as TokenizerModel
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from ripresa.cluster.config import DEMO_MODEL
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import ServedModel
 
@@ -37,6 +39,17 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_path: Path) -> Tokenizer:
     return Tokenizer(tokenizer_path)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Tokenizer:
+    """The bundled model's tokenizer, which has every special token of the chat encoding."""
+    return Tokenizer(DEMO_MODEL / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def encoding(demo: Tokenizer) -> ChatEncoding:
+    return ChatEncoding(demo, DEMO_MODEL / "tokenizer.json", "deepseek-demo")
 
 
 @pytest.fixture(scope="session")

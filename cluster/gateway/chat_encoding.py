@@ -1,0 +1,416 @@
+"""How do messages become token ids, and a model's tokens become an answer's parts?
+
+The only file that knows `deepseek_recipe`, which renders DeepSeek-V4.1 prompts and parses what the
+model writes. Three things are done here instead of there:
+
+- Encoding goes piece by piece, special tokens by id and all other text as plain text, so that a
+  special token's spelling in a message stays text.
+- No `tool_choice` changes the head of the prompt, so that none of them costs the cached prefix.
+  `none` leaves the call token to be banned; `required` or a tool's name leaves tokens to be forced.
+- A reasoning effort may be a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+import deepseek_recipe as recipe
+
+from ripresa.cluster.gateway.status import RequestError, shorten
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.errors import CheckpointError, ErrorCode, InvalidArgument
+
+PROMPT_ENCODING = "deepseek-v41"
+
+END_OF_SENTENCE = "<｜end▁of▁sentence｜>"
+ASSISTANT = "<｜Assistant｜>"
+END_OF_REASONING = "</think>"
+CALL_MARK = "｜DSML｜"
+CALLS_OPENING = f"\n\n<{CALL_MARK} calls>\n"
+
+MAX_STOP_STRINGS = 16
+MAX_TOKENS_BOUND = 1 << 31
+"""The library's own bound on `max_tokens`, put out of the way: the model's context is ours."""
+
+_EFFORT = "Reasoning Effort: 75 ("
+_PATH = re.compile(r"^\.?((?:messages|input|tools)\b[\w.\[\]]*): ")
+
+Json = dict[str, Any]
+
+
+class Protocol(StrEnum):
+    """Whose request it is; each has its own stream of JSON chunks."""
+
+    CHAT_COMPLETIONS = "chat_completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+
+
+_REQUESTS: dict[Protocol, Any] = {
+    Protocol.CHAT_COMPLETIONS: recipe.ChatCompletionRequest,
+    Protocol.RESPONSES: recipe.ResponsesRequest,
+    Protocol.MESSAGES: recipe.MessagesRequest,
+}
+_RESPONSES: dict[Protocol, Any] = {
+    Protocol.CHAT_COMPLETIONS: recipe.ChatCompletionResponse,
+    Protocol.RESPONSES: recipe.ResponsesResponse,
+    Protocol.MESSAGES: recipe.MessagesResponse,
+}
+
+
+class Stage(StrEnum):
+    """Where in an answer the model goes on."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALLS = "calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a rendered prompt: one special token, or plain text."""
+
+    text: str
+    is_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the answer calls tools. `name`: the one that it must call first."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered request.
+
+    Attributes:
+        segments: the prompt, piece by piece.
+        protocol: whose request it was.
+        begins_in: where the answer starts.
+        tool_choice: what is left to be enforced; `auto` where no tool is declared.
+        forced: what the answer must go on with, once its reasoning has ended.
+        stop: strings that end the answer's content.
+        request: what the library made of it; for `ChatEncoding.parser` alone.
+        echo: settings that a Responses answer repeats; None for other protocols.
+    """
+
+    segments: tuple[Segment, ...]
+    protocol: Protocol
+    begins_in: Stage
+    tool_choice: ToolChoice
+    forced: str
+    stop: tuple[str, ...]
+    request: Any
+    echo: Any = None
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments)
+
+
+class ChatEncoding:
+    """Renders requests and parses answers, for one tokenizer and one model name.
+
+    Attributes:
+        call_token_id: without it the model cannot open a tool call.
+        end_of_reasoning_id: closes the reasoning.
+
+    Raises:
+        CheckpointError: the tokenizer lacks a special token of the encoding.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_file: Path, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        try:
+            self._decoder = recipe.Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{tokenizer_file} is no usable tokenizer: {error}") from error
+        self._options = (
+            recipe.ConversionOptions(messages_web_search=recipe.WebSearchBehavior.Reject)
+            .with_responses_web_search(recipe.WebSearchBehavior.Reject)
+            .with_model_versions_by_name({model: recipe.ModelVersion.DeepseekV41Flash})
+            .with_thinking_max_tokens_upper_bound(MAX_TOKENS_BOUND)
+            .with_non_thinking_max_tokens_upper_bound(MAX_TOKENS_BOUND)
+        )
+        self._renderer = recipe.DeepseekV41Encoding()
+        self.call_token_id = self._special_id(CALL_MARK)
+        self.end_of_reasoning_id = self._special_id(END_OF_REASONING)
+        self._end_id = self._special_id(END_OF_SENTENCE)
+
+    def render(self, body: Json, protocol: Protocol = Protocol.CHAT_COMPLETIONS) -> Prompt:
+        """The prompt of a request body; fields that are no part of the conversation are ignored.
+
+        Raises:
+            RipresaError: the body is no such request (INVALID_REQUEST), or no conversation
+                (TEMPLATE_ERROR); `field` names the part where it is known.
+        """
+        body = {**body, "model": self._model}
+        choice = _take_tool_choice(body, protocol)
+        effort = body.get("reasoning_effort")
+        if isinstance(effort, int) and not isinstance(effort, bool):
+            if not 1 <= effort <= 100:
+                raise InvalidArgument("reasoning_effort", f"must be 1 to 100, is {effort}")
+            body["reasoning_effort"] = "high"
+        else:
+            effort = None
+        if protocol is Protocol.CHAT_COMPLETIONS and isinstance(body.get("messages"), list):
+            body["messages"] = [_as_known_role(message) for message in body["messages"]]
+        try:
+            request = _REQUESTS[protocol](json.dumps(body))
+            echo = request.echo() if protocol is Protocol.RESPONSES else None
+            converted = request.convert(self._options)
+            rendered = self._renderer.render_conversation(converted.conversation)
+        except recipe.ConversionError as error:
+            raise _conversion_error(error) from error
+        except (ValueError, RuntimeError, RecursionError) as error:
+            text = shorten(str(error)).removeprefix("invalid request body: ")
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, "INVALID_REQUEST", text, field="body"
+            ) from error
+        if rendered.image_sources:
+            raise InvalidArgument("messages", "images are not accepted: the model reads text only")
+        options = converted.parsing_options
+        if choice.mode == "none":
+            options.parse_tool_calls = False
+        segments = _segments(rendered.prompt, rendered.special_ranges)
+        if effort is not None:
+            segments = _with_effort(segments, effort)
+        tools = {tool.name for tool in converted.conversation.tools}
+        forced = ""
+        if choice.mode == "required":
+            _check_choice(choice, tools)
+            forced = CALLS_OPENING
+        stage = options.thinking_initial_stage
+        begins_in = Stage.CONTENT
+        if stage is not None and stage.starts_in_reasoning():
+            begins_in = Stage.REASONING
+        elif forced and stage is None:
+            # Nothing precedes the calls: the prompt opens them, and the parser starts inside.
+            segments = (*segments, *_split_marks(forced))
+            options.starts_in_tool_calls = True
+            begins_in, forced = Stage.CALLS, ""
+        if choice.name is not None:
+            forced += f'<{CALL_MARK} invoke name="{choice.name}">\n'
+        return Prompt(
+            segments=segments,
+            protocol=protocol,
+            begins_in=begins_in,
+            tool_choice=choice if tools else ToolChoice(),
+            forced=forced,
+            stop=tuple(options.stop_sequences),
+            request=(converted, options),
+            echo=echo,
+        )
+
+    def encode_markup(self, text: str) -> list[int]:
+        """The token ids of call markup, which `Prompt.forced` is."""
+        return self.encode(_split_marks(text))
+
+    def encode(self, segments: Iterable[Segment]) -> list[int]:
+        """The token ids of a prompt's pieces."""
+        token_ids: list[int] = []
+        for segment in segments:
+            if segment.is_special:
+                token_ids.append(self._special_id(segment.text))
+            else:
+                token_ids += self._tokenizer.encode(segment.text)
+        return token_ids
+
+    def parser(self, prompt: Prompt, response_id: str) -> AnswerParser:
+        """A parser for one answer to a prompt."""
+        converted, options = prompt.request
+        generator = _REQUESTS[prompt.protocol].chunk_generator(converted, response_id, self._model)
+        if prompt.echo is not None:
+            generator = generator.with_echo(prompt.echo)
+        processor = recipe.StreamProcessor(generator, options, self._decoder)
+        return AnswerParser(processor, self._end_id, prompt.protocol)
+
+    def whole(self, protocol: Protocol, response_id: str, created: int) -> WholeAnswer:
+        """Gathers the chunks of an answer into one response body."""
+        return WholeAnswer(_RESPONSES[protocol](response_id, self._model, created, 0, 0))
+
+    def _special_id(self, spelling: str) -> int:
+        token_id = self._tokenizer.special_ids.get(spelling)
+        if token_id is None:
+            raise CheckpointError(
+                f"the tokenizer has no special token {spelling}; chat needs a DeepSeek-V4.1 "
+                "tokenizer.json"
+            )
+        return token_id
+
+
+Logprobs = Sequence[tuple[float, Sequence[tuple[int, float]]]]
+"""Of each token: its own log probability, and alternatives with theirs."""
+
+
+class AnswerParser:
+    """Turns one answer's tokens into its protocol's chunks; any cutting gives the same answer.
+
+    Attributes:
+        is_over: a stop string ended the answer; no more tokens may follow.
+    """
+
+    def __init__(self, processor: Any, end_id: int, protocol: Protocol) -> None:
+        self._processor = processor
+        self._end_id = end_id
+        self._protocol = protocol
+        self.is_over = False
+
+    def begin(self, num_prompt_tokens: int, num_cached_tokens: int) -> list[Chunk]:
+        """What precedes the first token."""
+        usage = recipe.PromptUsage(
+            prompt_tokens=num_prompt_tokens, prompt_cache_hit_tokens=num_cached_tokens
+        )
+        return self._push(recipe.InferenceChunk.ready(prompt_usage=usage))
+
+    def feed(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> list[Chunk]:
+        """The chunks that are certain after some more tokens; end-of-sentence ids are skipped."""
+        if self._end_id in token_ids:
+            kept = [place for place, t in enumerate(token_ids) if t != self._end_id]
+            token_ids = [token_ids[place] for place in kept]
+            logprobs = None if logprobs is None else [logprobs[place] for place in kept]
+        if not token_ids:
+            return []
+        return self._push(recipe.InferenceChunk.tokens(token_ids, logprobs))
+
+    def finish(self, *, is_cut: bool) -> list[Chunk]:
+        """The rest of the answer. `is_cut`: it ended by its length, in the middle of something."""
+        if self.is_over:
+            return []
+        reasons = recipe.InferenceFinishReason
+        reason = reasons.Length if is_cut else reasons.Stop
+        chunks = self._push(recipe.InferenceChunk.finish(reason))
+        return [*chunks, *(Chunk(c, self._protocol) for c in self._processor.finish())]
+
+    def close(self) -> None:
+        """Give up; nothing may follow."""
+        self._processor.close()
+
+    def _push(self, chunk: Any) -> list[Chunk]:
+        if self.is_over:
+            return []
+        chunks = [Chunk(c, self._protocol) for c in self._processor.push(chunk)]
+        self.is_over = self._processor.finished
+        return chunks
+
+
+class Chunk:
+    """One piece of an answer in its protocol's JSON."""
+
+    __slots__ = ("_chunk", "_protocol")
+
+    def __init__(self, chunk: Any, protocol: Protocol) -> None:
+        self._chunk = chunk
+        self._protocol = protocol
+
+    def json(self) -> str:
+        text: str = self._chunk.to_json()
+        return text
+
+    @property
+    def event(self) -> str | None:
+        """The name of its server-sent event; None for none."""
+        name: str | None = _RESPONSES[self._protocol].sse_event_name(self._chunk)
+        return name
+
+    def release(self) -> Any:
+        """The library's own object, for `WholeAnswer` alone."""
+        return self._chunk
+
+
+class WholeAnswer:
+    """An answer's chunks, gathered."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def add(self, chunk: Chunk) -> None:
+        """Take a chunk, which is used up by it."""
+        self._response.accumulate(chunk.release())
+
+    def json(self) -> str:
+        text: str = self._response.to_json()
+        return text
+
+
+def _take_tool_choice(body: Json, protocol: Protocol) -> ToolChoice:
+    """Remove the choice from a request, and say what it was."""
+    asked = body.pop("tool_choice", None)
+    if asked is None or asked in ("auto", {"type": "auto"}):
+        return ToolChoice()
+    if asked in ("none", {"type": "none"}):
+        return ToolChoice("none")
+    if asked in ("required", {"type": "any"}):
+        return ToolChoice("required")
+    if isinstance(asked, dict) and asked.get("type") in ("function", "tool"):
+        holder = asked.get("function") if protocol is Protocol.CHAT_COMPLETIONS else asked
+        name = holder.get("name") if isinstance(holder, dict) else None
+        if isinstance(name, str):
+            return ToolChoice("required", name)
+    raise InvalidArgument("tool_choice", "must be auto, none, required, or name one function")
+
+
+def _check_choice(choice: ToolChoice, tools: Set[str]) -> None:
+    if not tools:
+        raise InvalidArgument("tool_choice", "asks for a call, but `tools` declares no function")
+    if choice.name is not None and choice.name not in tools:
+        raise InvalidArgument("tool_choice", f"`tools` declares no function {choice.name[:64]!r}")
+
+
+def _split_marks(text: str) -> Iterator[Segment]:
+    """Our own call markup as segments."""
+    for place, part in enumerate(text.split(CALL_MARK)):
+        if place:
+            yield Segment(CALL_MARK, True)
+        if part:
+            yield Segment(part, False)
+
+
+def _as_known_role(message: Any) -> Any:
+    """`developer` is the newer name of `system`."""
+    if isinstance(message, dict) and message.get("role") == "developer":
+        return {**message, "role": "system"}
+    return message
+
+
+def _segments(prompt: str, special_ranges: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    segments = []
+    end = 0
+    for start, stop in special_ranges:
+        if end < start:
+            segments.append(Segment(prompt[end:start], False))
+        segments.append(Segment(prompt[start:stop], True))
+        end = stop
+    if end < len(prompt):
+        segments.append(Segment(prompt[end:], False))
+    return tuple(segments)
+
+
+def _with_effort(segments: tuple[Segment, ...], effort: int) -> tuple[Segment, ...]:
+    """The same prompt with another number in its effort line, if it has one."""
+    for place, segment in enumerate(segments[:3]):
+        if not segment.is_special and segment.text.startswith(_EFFORT):
+            line = f"Reasoning Effort: {effort} (" + segment.text.removeprefix(_EFFORT)
+            return (*segments[:place], Segment(line, False), *segments[place + 1 :])
+    return segments
+
+
+def _conversion_error(error: recipe.ConversionError) -> RequestError:
+    message = str(json.loads(error.body)["error"]["message"])
+    path = _PATH.match(message)
+    return RequestError(
+        ErrorCode.INVALID_ARGUMENT,
+        "TEMPLATE_ERROR",
+        message if path is None else message[path.end() :],
+        field="messages" if path is None else path[1],
+    )
