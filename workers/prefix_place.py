@@ -87,11 +87,11 @@ class PrefixPlace(Protocol):
     def name(self) -> str:
         """For counters: disk, peers."""
 
-    def chain(self, wanted: WantedPrefix) -> tuple[BlockIdentity, ...]:
+    async def chain(self, wanted: WantedPrefix) -> tuple[BlockIdentity, ...]:
         """The longest chain of one lineage, from block 0, that local cache and place complete.
 
-        Called on the event loop; answered from memory. Shorter than what is held locally, or (),
-        if the place can add nothing.
+        Called on the event loop, and bounded in time by the place itself. Shorter than what is held
+        locally, or (), if the place can add nothing.
         """
 
     async def bring(
