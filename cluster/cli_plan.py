@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def plan_memory(config: Path | None, assignments: tuple[str, ...], available: st
         for line in worker_plan.lines():
             click.echo(line)
         click.echo(f"  {'replicas':<16}{replicas:>12}")
+    _show_disk(settings, max(worker_plan.block_bytes for worker_plan, _ in plans))
     limit = _limit(available)
     if limit is None:
         click.echo("available: unknown; name it with --available")
@@ -76,6 +78,29 @@ def plan_memory(config: Path | None, assignments: tuple[str, ...], available: st
                 f"{limit.source}; set fewer replicas or num_blocks, or join a cluster of more "
                 "machines with ray.address",
             )
+
+
+def _show_disk(settings: ClusterConfig, block_bytes: int) -> None:
+    """What the disk tier may take of a machine, and whether this one's disk has so much."""
+    from ripresa.workers.memory_plan import size
+
+    disk = settings.disk
+    if disk.path is None:
+        return
+    num_blocks = disk.capacity_bytes // block_bytes
+    click.echo(f"disk: {size(disk.capacity_bytes)} at most, {num_blocks} blocks, below {disk.path}")
+    if settings.ray.address is not None:
+        return
+    folder = Path(disk.path)
+    while not folder.is_dir():
+        folder = folder.parent
+    total = shutil.disk_usage(folder).total
+    if disk.capacity_bytes > total:
+        raise ConfigError(
+            "disk.capacity_bytes",
+            f"{size(disk.capacity_bytes)} do not fit on the disk of {folder}, which has "
+            f"{size(total)}",
+        )
 
 
 def _plans(settings: ClusterConfig) -> list[tuple[MemoryPlan, int]]:

@@ -16,6 +16,7 @@ import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import (
+    DiskConfig,
     EngineConfig,
     EngramPlacement,
     Numerics,
@@ -193,6 +194,7 @@ class ClusterConfig:
         torch_threads: threads of torch in each worker process.
         windows: which encoder windows every worker keeps for later hits.
         parked: how decode workers keep sessions between their turns.
+        disk: where block KV outlives the workers of a machine.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -202,6 +204,7 @@ class ClusterConfig:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     ray: RaySettings = field(default_factory=RaySettings)
     numerics: Numerics = Numerics.FAST
     kv_format: KVFormat = KVFormat.PACKED
@@ -259,6 +262,7 @@ class ClusterConfig:
             w8a8=self.model.w8a8,
             windows=self.windows,
             parked=self.parked,
+            disk=self.disk,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,
                 hand_over_timeout_s=self.transfer.hand_over_timeout_s,

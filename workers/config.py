@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.errors import ConfigError
@@ -89,6 +90,32 @@ class ParkConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """Where block KV outlives the workers, for all of a machine.
+
+    Attributes:
+        path: an absolute path of a directory that is the workers' alone; null keeps nothing. It is
+            made if it is missing.
+        capacity_bytes: most bytes of the whole directory.
+        max_age_h: hours after its last use at which a block is removed.
+    """
+
+    path: str | None = None
+    capacity_bytes: int = 10 << 30
+    max_age_h: float = 72.0
+
+    def __post_init__(self) -> None:
+        if self.path is not None and (not Path(self.path).is_absolute() or "\0" in self.path):
+            raise ConfigError("disk.path", f"must be an absolute path, is {self.path!r}")
+        if self.path is not None and Path(self.path) == Path(self.path).parent:
+            raise ConfigError("disk.path", "must be a directory of its own, not the root")
+        if self.capacity_bytes < 1:
+            raise ConfigError("disk.capacity_bytes", f"{self.capacity_bytes} is below 1")
+        if not 0 < self.max_age_h < float("inf"):
+            raise ConfigError("disk.max_age_h", f"{self.max_age_h} is no number of hours")
+
+
+@dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How an engine takes part in a hand-over.
 
@@ -130,6 +157,7 @@ class EngineConfig:
         transfer: hand-over settings.
         windows: which encoder windows are kept.
         parked: how sessions' states are kept.
+        disk: where block KV outlives the worker.
     """
 
     max_batched_tokens: int = 512
@@ -143,6 +171,7 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):

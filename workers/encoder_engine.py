@@ -140,6 +140,10 @@ class EncoderEngine:
         self._core.fail(job, RipresaError(ErrorCode.CANCELLED, "the prefill was aborted"))
         return True
 
+    async def flush_disk(self) -> None:
+        """See `EngineCore.flush_disk`."""
+        await self._core.flush_disk()
+
     def stats(self) -> EngineStats:
         return self._core.stats()
 

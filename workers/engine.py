@@ -13,17 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
-from ripresa.workers.cache.block_record import BlockPublished, CacheEvent
+from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Tier, Unheard
 from ripresa.workers.config import EngineConfig
+from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
 from ripresa.workers.job import Job, Listener
 from ripresa.workers.models.base import ModelRunner, StepOutput
@@ -85,6 +86,8 @@ class EngineCore:
             clock,
             self._listener,
         )
+        self._disk = open_disk_tier(config.disk, runner)
+        self._keeping: set[asyncio.Task[None]] = set()
         self._pages = PagePool(
             blocks,
             runner.num_blocks,
@@ -126,6 +129,8 @@ class EngineCore:
         for job in tuple(self._by_slot.values()):
             await job.released.wait()
         await asyncio.to_thread(self._thread.shutdown)
+        if self._disk is not None:
+            await self._disk.close()
 
     async def admit(
         self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
@@ -157,11 +162,13 @@ class EngineCore:
             await old.released.wait()
         prefix = self._prefixes.open(request)
         if is_inbound:
-            sequence = self._scheduler.add(request, None, prefix.expected_chain())
+            chain = prefix.expected_chain()
+            sequence = self._scheduler.add(request, None, chain)
             if request.recipe is not None:
                 sequence.fix(request.recipe)
         else:
             plan = prefix.plan()
+            chain = plan.chain
             sequence = self._scheduler.add(request, plan)
             if plan.window is not None:
                 window = self._prefixes.windows.take(plan.window)
@@ -173,6 +180,8 @@ class EngineCore:
         job = Job(sequence, prefix, listener)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
+        if self._disk is not None:
+            self._disk.used(chain, prefix.opened_at)
         if request.claim is not None and not is_inbound and prefix.hashes:
             self._listener.lead(request.claim, prefix.hashes)
         return job
@@ -180,7 +189,7 @@ class EngineCore:
     def begin(self, job: Job) -> None:
         """The request may compute from the next step on."""
         self._scheduler.begin(job.sequence)
-        job.prefix.publish(job.sequence)
+        self._publish(job)
         self._wake.set()
 
     def fix(self, job: Job, recipe: Recipe) -> int:
@@ -258,6 +267,13 @@ class EngineCore:
         """Add bytes that a transfer moved to the engine's totals."""
         self._transfer_bytes += num_bytes
 
+    async def flush_disk(self) -> None:
+        """Wait until every block published so far is on disk, or dropped."""
+        while self._keeping:
+            await asyncio.wait(self._keeping)
+        if self._disk is not None:
+            await self._disk.flush()
+
     def stats(self) -> EngineStats:
         rows = self._scheduler.counters
         return EngineStats(
@@ -277,6 +293,7 @@ class EngineCore:
             num_queued_rows=self._scheduler.num_queued_rows,
             num_decoding=self._scheduler.num_decoding,
             rates=self._rates.rates,
+            disk=None if self._disk is None else self._disk.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -363,7 +380,7 @@ class EngineCore:
     def _tell(self, progress: Progress, output: StepOutput) -> None:
         slot = progress.step.slot
         job = self._by_slot[slot]
-        job.prefix.publish(job.sequence)
+        self._publish(job)
         is_over = progress.finish is not None or (
             progress.is_prefill_done and self._role is WorkerRole.ENCODER
         )
@@ -378,6 +395,31 @@ class EngineCore:
                 job.prefix.park(job.sequence, payload)
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot))
+
+    def _publish(self, job: Job) -> None:
+        """Let others find what is committed, here and in later lives of the worker."""
+        published = job.prefix.publish(job.sequence)
+        if self._disk is None or not published:
+            return
+        if not self._disk.has_room:
+            self._disk.skip(len(published))
+            return
+        job.sequence.pages.hold()
+        task = asyncio.create_task(self._keep(self._disk, job, published))
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+
+    async def _keep(self, disk: DiskTier, job: Job, published: Sequence[PublishedBlock]) -> None:
+        """Copy blocks of held pages for the disk, a few between two steps; then let go of them."""
+        loop = asyncio.get_running_loop()
+        try:
+            for first in range(0, len(published), BLOCKS_A_COPY):
+                part = published[first : first + BLOCKS_A_COPY]
+                await loop.run_in_executor(self._thread, disk.keep, part, job.prefix.opened_at)
+        except Exception:
+            logger.exception("%d blocks were not copied for the disk", len(published))
+        finally:
+            job.sequence.pages.drop()
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         if isinstance(error, Unavailable):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ripresa.workers.cache.kv_layout import KVLayout
+from ripresa.workers.cache.write_behind import MAX_QUEUE_BYTES
 from ripresa.workers.config import EngineConfig, EngramPlacement, WindowPolicy
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.host_memory import AvailableMemory
@@ -111,7 +112,11 @@ class MemoryPlan:
             ("rings", self.rings, f"{self.num_slots} sequences of {self.slot_bytes} bytes"),
             ("index workspace", self.index_workspace, "at most"),
             ("lane buffers", self.lane_buffers, "at most"),
-            ("kept states", self.kept_states, "windows and parked sessions, at most"),
+            (
+                "kept states",
+                self.kept_states,
+                "windows, parked sessions, blocks for the disk, at most",
+            ),
             ("serving", self.serving, "the sum"),
             ("loader peak", self.loader_peak, "weights and the largest tensor as stored"),
         )
@@ -210,10 +215,11 @@ def _twice(config: ModelConfig, half: Half) -> int:
 
 
 def _kept_states(half: Half, engine: EngineConfig) -> int:
-    """Host memory for encoder windows, and for sessions between their turns."""
+    """Host memory for encoder windows, paused sessions, and blocks on their way to disk."""
     is_used = engine.windows.policy is not WindowPolicy.ZERO
     windows = engine.windows.capacity_bytes if is_used else 0
-    return windows + (engine.parked.capacity_bytes if half is Half.ALL else 0)
+    queue = 0 if engine.disk.path is None else MAX_QUEUE_BYTES
+    return windows + queue + (engine.parked.capacity_bytes if half is Half.ALL else 0)
 
 
 def _lane_buffers(half: Half, engine: EngineConfig, lanes: LaneConfig, layout: KVLayout) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, worker_context
-from ripresa.workers.cache.block_record import BlockRecord, Producer
+from ripresa.workers.cache.block_record import BlockRecord, Producer, PublishedBlock, PublishOutcome
 from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, tenant_digest
 from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
 from ripresa.workers.cache.window_pool import WindowPool
@@ -80,12 +80,17 @@ class PrefixCache:
 
 
 class RequestPrefix:
-    """One request's blocks by name."""
+    """One request's blocks by name.
+
+    Attributes:
+        opened_at: when the request came, by the cache's clock.
+    """
 
     def __init__(self, cache: PrefixCache, request: GenerationRequest, hasher: BlockHasher) -> None:
         self._cache = cache
         self._request = request
         self._hasher = hasher
+        self.opened_at = cache.clock()
         self._tenant = tenant_digest(request.tenant_salt)
         self._hashes = list(hasher.extend(request.token_ids))
         self._num_published = 0
@@ -187,10 +192,11 @@ class RequestPrefix:
             return ()
         return held_chain(recipe, self._hashes, self._window, self._cache.blocks)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let others find the full blocks that are committed by now."""
+    def publish(self, sequence: Sequence) -> list[PublishedBlock]:
+        """Let others find the full blocks that are committed by now; those that are new."""
+        published: list[PublishedBlock] = []
         if not self._request.cache.writes:
-            return
+            return published
         num_full = sequence.committed // self._window
         if num_full > len(self._hashes):
             known = self._hasher.num_tokens
@@ -205,8 +211,11 @@ class RequestPrefix:
                 origin=self.origin(number),
             )
             offer = self._cache.blocks.offer(sequence.pages.blocks[number], record)
-            self._cache.blocks.acknowledge(offer, rank=0)
+            if self._cache.blocks.acknowledge(offer, rank=0) is PublishOutcome.PUBLISHED:
+                block = sequence.pages.blocks[number]
+                published.append(PublishedBlock(number, block, record))
         self._num_published = max(self._num_published, num_full)
+        return published
 
     def windows_to_cut(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
         """Boundaries whose windows encoder rows [start, stop) should leave behind."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.prefix_sources import PrefixOutcome, PrefixSources
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
@@ -204,6 +205,7 @@ class EngineStats:
         num_queued_rows: rows of prompts that are admitted and not computed yet, of both halves.
         num_decoding: streams that take a row of each step.
         rates: how fast it computes.
+        disk: what it did with the disk tier; None without one.
     """
 
     num_running: int
@@ -217,3 +219,4 @@ class EngineStats:
     num_queued_rows: int = 0
     num_decoding: int = 0
     rates: Rates = field(default_factory=Rates)
+    disk: StoreStats | None = None

@@ -141,9 +141,26 @@ def test_plan_memory_prints_both_kinds_of_worker(tmp_path: Path) -> None:
     assert "available: 4.3 GB, --available" in result.stdout
 
 
+def test_plan_memory_tells_what_the_disk_tier_takes(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    path = tmp_path / "not" / "made yet"
+    result = ripresa(
+        *("plan", "memory", "--set", f"model.path={tmp_path}", "--available", "4G"),
+        *("--set", f"disk.path={path}", "--set", "disk.capacity_bytes=1000000"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "disk: 1.0 MB at most, " in result.stdout
+    assert f"below {path}" in result.stdout
+    assert not path.parent.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ("--set", "disk.path=/tmp/x", "--set", f"disk.capacity_bytes={10**18}"),
+            "disk.capacity_bytes: 1000000.0 TB do not fit on the disk of /tmp",
+        ),
         (("--available", "1M"), "model.path: a worker with the whole model takes"),
         (
             ("--available", "1G", "--set", "decoders.num_blocks=100000000"),

@@ -19,7 +19,7 @@ from ripresa.cluster.config import (
     load_config,
 )
 from ripresa.cluster.config_tree import dump
-from ripresa.workers.config import EngramPlacement, Numerics
+from ripresa.workers.config import DiskConfig, EngramPlacement, Numerics
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -108,6 +108,13 @@ REFUSED = {
         "several gateways",
     ),
     "empty name": ("model: {name: ' '}", "model.name", "not be empty"),
+    "relative disk": ("disk: {path: blocks}", "disk.path", "an absolute path"),
+    "empty disk": ("disk: {path: ''}", "disk.path", "an absolute path"),
+    "root as disk": ("disk: {path: /}", "disk.path", "of its own"),
+    "NUL in disk": ('disk: {path: "/a\\0b"}', "disk.path", "an absolute path"),
+    "no room on disk": ("disk: {capacity_bytes: 0}", "disk.capacity_bytes", "below 1"),
+    "no time on disk": ("disk: {max_age_h: 0}", "disk.max_age_h", "no number of hours"),
+    "for ever on disk": ("disk: {max_age_h: .inf}", "disk.max_age_h", "inf"),
     "relative temp dir": ("ray: {temp_dir: tmp}", "ray.temp_dir", "absolute"),
     "long temp dir": (
         f"ray: {{temp_dir: /{'x' * MAX_TEMP_DIR_CHARS}}}",
@@ -167,6 +174,13 @@ def test_workers_get_their_part() -> None:
     assert config.decoder_engine().max_num_seqs == 3
     assert config.decoder_engine().transfer.max_section_blocks == 2
     assert load_config(None, ["transfer.max_lanes=2"]).lanes() == LaneConfig(max_lanes=2)
+
+
+def test_both_kinds_of_worker_share_a_disk() -> None:
+    disk = DiskConfig("/var/cache/ripresa", 1 << 30, 24)
+    config = ClusterConfig(disk=disk)
+    assert config.encoder_engine().disk == config.decoder_engine().disk == disk
+    assert ClusterConfig().decoder_engine().disk.path is None
 
 
 def test_transfer_defaults_are_the_workers_own() -> None:

@@ -51,6 +51,20 @@ class PublishOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedBlock:
+    """A block that its request has just published.
+
+    Attributes:
+        number: in its prompt.
+        block: its id in the pool.
+    """
+
+    number: int
+    block: int
+    record: BlockRecord
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPublished:
     """Others can find the block from now on."""
 
