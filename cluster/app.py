@@ -25,11 +25,15 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.cluster.config import ClusterConfig, check_against_model, load_config
 from ripresa.cluster.controller import Controller
+from ripresa.cluster.directory.index import DirectorySettings
+from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.client import Began, Client, Ended, Piece
 from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
 from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.progress import progress
 from ripresa.cluster.routing.handles import TargetRouter
+from ripresa.workers.cache.cache_events import unheard
+from ripresa.workers.cache.kv_layout import REWIND_TOKENS
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_worker import DecodeWorker
 from ripresa.workers.encoder_worker import EncoderWorker
@@ -37,6 +41,7 @@ from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.worker_process import model_folder, transport_name
 from ripresa.workers.worker_settings import WorkerSettings
 
@@ -63,13 +68,15 @@ def build_app(config: ClusterConfig) -> Application:
     with Checkpoint(folder):
         pass  # Its headers agree with its files, which need not wait for a worker's start.
     controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
+    link = directory_link(config, model.sliding_window)
+    announcer = unheard if link is None else link.announcer
     decoders = _deploy(DecodeWorker, config.decoders.replicas, targeted=True).bind(
-        _worker(config, config.decoder_engine()), controller
+        _worker(config, config.decoder_engine()), controller, announcer
     )
     encoders = None
     if config.encoders.replicas:
         encoders = _deploy(EncoderWorker, config.encoders.replicas, targeted=True).bind(
-            _worker(config, config.encoder_engine()), controller, decoders
+            _worker(config, config.encoder_engine()), controller, decoders, announcer
         )
     gateway = config.gateway
     start = GatewayStart(
@@ -89,10 +96,33 @@ def build_app(config: ClusterConfig) -> Application:
         default_tail=config.default_tail,
         transfer_backend=transport_name(config.transfer.backend),
         shares_port=gateway.replicas > 1,
+        geometry=ReplayGeometry(
+            model.sliding_window,
+            REWIND_TOKENS,
+            model.split,
+            model.num_hidden_layers - model.split,
+        ),
+        planner=config.planner,
+        directory=link,
     )
     return _deploy(Gateway, gateway.replicas, shutdown_s=gateway.drain_grace_s + 10).bind(
         start, controller, decoders, encoders
     )
+
+
+def directory_link(config: ClusterConfig, window: int) -> DirectoryLink | None:
+    """The way to the prefix directory; None if there is to be none."""
+    settings = config.directory
+    if not settings.enabled:
+        return None
+    limits = DirectorySettings(
+        window=window,
+        capacity_blocks=settings.capacity_blocks,
+        late_s=settings.late_s,
+        lease_s=settings.lease_s,
+        claim_s=settings.claim_s,
+    )
+    return DirectoryLink(limits, settings.shards, settings.lookup_timeout_s)
 
 
 class BuildArgs(BaseModel, extra="forbid"):
@@ -140,6 +170,8 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
         RipresaError: the model or a setting is wrong.
     """
     application = build_app(config)
+    window = ModelConfig.from_file(config.model.config_file).sliding_window
+    link = directory_link(config, window)
     ray_settings = config.ray
     # Ray tells at every start that its own ports ask for a token, which is as it should be.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -159,9 +191,15 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
             http_options=HTTPOptions(host=config.gateway.http_host, port=config.gateway.http_port),
             logging_config={"log_level": "WARNING"},
         )
-        _run(application)
-        yield LocalCluster(config)
-        serve.delete(APP_NAME)
+        try:
+            if link is not None:
+                link.start()
+            _run(application)
+            yield LocalCluster(config)
+            serve.delete(APP_NAME)
+        finally:
+            if link is not None:
+                link.stop()
     finally:
         if not ray_settings.address:
             serve.shutdown()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
+from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import (
     DiskConfig,
@@ -159,6 +160,36 @@ class TransferSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixDirectorySettings:
+    """The directory of who holds which prefix.
+
+    Attributes:
+        enabled: whether there is one; without it a prompt finds only what the worker holds that
+            its load chooses.
+        shards: actors that share the prompts by their first block.
+        capacity_blocks: blocks that each of them remembers.
+        lookup_timeout_s: longest wait for a hint, in seconds; later, a prompt is placed by load.
+        late_s, lease_s: a worker unheard of for so many seconds is trusted less, and forgotten.
+        claim_s: a request that is to compute what others wait for is heard of within so many
+            seconds, or another one computes it.
+    """
+
+    enabled: bool = True
+    shards: int = setting(1, at_least=1, at_most=256)
+    capacity_blocks: int = setting(1_000_000, at_least=1)
+    lookup_timeout_s: float = setting(0.01, at_least=0.0001)
+    late_s: float = setting(1.0, at_least=0.1)
+    lease_s: float = setting(3.0, at_least=0.2)
+    claim_s: float = setting(1.0, at_least=0.1)
+
+    def __post_init__(self) -> None:
+        if self.late_s >= self.lease_s:
+            raise ConfigError(
+                "directory.late_s", f"must be below directory.lease_s, {self.lease_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class RaySettings:
     """The Ray cluster below.
 
@@ -205,6 +236,8 @@ class ClusterConfig:
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    directory: PrefixDirectorySettings = field(default_factory=PrefixDirectorySettings)
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     numerics: Numerics = Numerics.FAST
     kv_format: KVFormat = KVFormat.PACKED

@@ -89,6 +89,7 @@ class DecodeWorker:
         await self._transfers.close()
 
     def _report(self) -> WorkerReport:
+        layout = self._runner.layout
         return WorkerReport(
             worker_id=self._worker_id,
             kind=WorkerKind.DECODE,
@@ -96,5 +97,8 @@ class DecodeWorker:
             pid=os.getpid(),
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
-            layout_digest=self._runner.layout_digest,
+            layout_digest=layout.digest,
+            block_bytes=layout.block_bytes,
+            window_bytes=layout.window_bytes(layout.window, layout.split),
+            hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),
         )

@@ -106,5 +106,12 @@ class Unavailable(RipresaError):
         super().__init__(ErrorCode.UNAVAILABLE, message, retry_after_s=retry_after_s)
 
 
+class LeaderGone(Unavailable):
+    """Another request's blocks, for which this one waited, will not come; nothing was computed.
+
+    Ask the directory again: somebody, perhaps this request, computes them now.
+    """
+
+
 class Unreachable(Unavailable):
     """The call did not reach the worker, or the worker died over it: it counts as lost."""

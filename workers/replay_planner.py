@@ -35,7 +35,15 @@ def plan_prefill(query: PrefillQuery) -> PrefillPlan:
     """Plan the first execution of a request (replay rules, sections 2, 5 and 6)."""
     if query.image is not None and _may_resume(query, query.image):
         return _resume(query, query.image)
-    write_floor = query.geometry.window * _num_reused_blocks(query)
+    return plan_hit(query, _num_reused_blocks(query))
+
+
+def plan_hit(query: PrefillQuery, num_blocks: int) -> PrefillPlan:
+    """The same for a chain whose first `num_blocks` are known to be what the rules reuse of it.
+
+    Only single blocks of the chain are looked at, so that a long one need not exist as a list.
+    """
+    write_floor = query.geometry.window * num_blocks
     if write_floor == 0:
         return _plan(query, 0, PlanKind.COLD, 0, 0, 0)
     match query.mode:

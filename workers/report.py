@@ -25,6 +25,8 @@ class WorkerReport:
         num_parameters: model parameters it holds.
         stats: load and work so far.
         layout_digest: of its KV layout; names of blocks depend on it.
+        block_bytes, window_bytes, hand_over_bytes: what of a prompt's state travels: block KV of
+            one block, one encoder window, everything of a hand-over but whole blocks.
         leaving: it takes no new work.
     """
 
@@ -35,6 +37,9 @@ class WorkerReport:
     num_parameters: int
     stats: EngineStats
     layout_digest: bytes = b""
+    block_bytes: int = 0
+    window_bytes: int = 0
+    hand_over_bytes: int = 0
     leaving: bool = False
 
 

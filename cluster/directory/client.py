@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from ripresa.cluster.directory.events import Answer, Receipt, Reply, Report
+from ripresa.cluster.directory.events import Answer, PlanByLoad, Receipt, Reply, Report
 from ripresa.cluster.directory.index import shard_of
 from ripresa.cluster.directory.publisher import Send
 from ripresa.workers.errors import RipresaError
@@ -20,13 +19,6 @@ from ripresa.workers.replay import ReplayMode
 logger = logging.getLogger(__name__)
 
 WHAT = "the prefix directory"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanByLoad:
-    """There are no hints; `reason` says why, for the plan's log line."""
-
-    reason: str
 
 
 class DirectoryActors:
@@ -85,11 +77,15 @@ class DirectoryClient:
 
     Args:
         timeout_s: what a hint is worth waiting for.
+        leader_timeout_s: the same for the place of a leader.
     """
 
-    def __init__(self, actors: DirectoryActors, timeout_s: float = 0.010) -> None:
+    def __init__(
+        self, actors: DirectoryActors, timeout_s: float = 0.010, leader_timeout_s: float = 5.0
+    ) -> None:
         self._actors = actors
         self._timeout_s = timeout_s
+        self._leader_timeout_s = leader_timeout_s
 
     async def lookup_or_claim(
         self,
@@ -119,6 +115,20 @@ class DirectoryClient:
             if not is_answered:
                 # Nobody will act on a claim that this call may yet make.
                 self._actors.tell(shard, "release", request)
+
+    async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None:
+        """Worker and incarnation that compute for a leading request, as soon as they are known.
+
+        None if it leads no more, or the directory does not answer: ask it again, or do without.
+        """
+        try:
+            async with asyncio.timeout(self._leader_timeout_s):
+                found: tuple[str, int] | None = await self._actors.call(
+                    self._shard(hashes), "leader", request
+                )
+            return found
+        except (TimeoutError, RipresaError):
+            return None
 
     def release(self, hashes: Sequence[bytes], request: str) -> None:
         """The request leads no more."""

@@ -218,6 +218,13 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PlanByLoad:
+    """There are no hints; `reason` says why, for the plan's log line."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What an admission really found of a planned hit.
 

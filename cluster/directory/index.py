@@ -174,6 +174,14 @@ class PrefixIndex:
         self.counters.num_follows += isinstance(flight, Follow)
         return Answer(found, flight)
 
+    def is_claimed(self, request: str, now: float) -> bool:
+        """Whether a request leads."""
+        return self._flight.is_claimed(request, now)
+
+    def leader(self, request: str, now: float) -> tuple[str, int] | None:
+        """Worker and incarnation that compute for a leading request; None before it is told."""
+        return self._flight.leader(request, now)
+
     def release(self, request: str) -> None:
         """A request that may lead does so no more. Idempotent."""
         self._flight.release(request)

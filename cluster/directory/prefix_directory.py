@@ -6,6 +6,7 @@ worker that reports to send everything.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ class PrefixDirectory:
 
     def __init__(self, settings: DirectorySettings) -> None:
         self._index = PrefixIndex(settings, uuid.uuid4().hex)
+        self._claim_s = settings.claim_s
+        self._claims_changed = asyncio.Event()
 
     async def lookup_or_claim(
         self,
@@ -35,13 +38,35 @@ class PrefixDirectory:
         gone: str | None,
     ) -> Answer:
         now = time.monotonic()
+        if gone is not None:
+            self._tell_followers()
         return self._index.lookup_or_claim(hashes, request, now, mode, interval, gone)
+
+    async def leader(self, request: str) -> tuple[str, int] | None:
+        """Worker and incarnation that compute for a leading request, as soon as they are known.
+
+        None once it leads no more.
+        """
+        while self._index.is_claimed(request, time.monotonic()):
+            found = self._index.leader(request, time.monotonic())
+            if found is not None:
+                return found
+            try:
+                async with asyncio.timeout(self._claim_s):
+                    await self._claims_changed.wait()
+            except TimeoutError:
+                continue
+        return None
 
     async def release(self, request: str) -> None:
         self._index.release(request)
+        self._tell_followers()
 
     async def report(self, report: Report) -> Reply:
-        return self._index.report(report, time.monotonic())
+        reply = self._index.report(report, time.monotonic())
+        if report.leading or report.ended:
+            self._tell_followers()
+        return reply
 
     async def receipt(self, receipt: Receipt) -> None:
         self._index.receipt(receipt, time.monotonic())
@@ -51,6 +76,11 @@ class PrefixDirectory:
 
     async def num_copies(self, hashes: Sequence[bytes], restarts: tuple[int, ...]) -> list[int]:
         return self._index.num_copies(hashes, restarts, time.monotonic())
+
+    def _tell_followers(self) -> None:
+        """Whoever waits for the place of a leader looks again."""
+        self._claims_changed.set()
+        self._claims_changed = asyncio.Event()
 
     async def counters(self) -> DirectoryCounters:
         return self._index.counters

@@ -116,6 +116,20 @@ class SingleFlight:
         claim.expires_at = now + self._claim_s
         return True
 
+    def is_claimed(self, request: str, now: float) -> bool:
+        """Whether the request leads."""
+        claim = self._by_request.get(request)
+        return claim is not None and claim.expires_at > now
+
+    def leader(self, request: str, now: float) -> tuple[str, int] | None:
+        """Worker and incarnation that compute for a request that leads; None before it is told."""
+        claim = self._by_request.get(request)
+        if claim is None or claim.expires_at <= now:
+            return None
+        if claim.worker is None or claim.incarnation is None:
+            return None
+        return claim.worker, claim.incarnation
+
     def computed(self, block_hash: bytes, restarts: Lineage) -> None:
         """A block is there: nobody computes it any more."""
         for flavour, claims in self._by_block.items():

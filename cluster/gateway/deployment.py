@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.service import InferenceService
@@ -17,9 +18,12 @@ from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
+from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints
 from ripresa.cluster.routing.router import ClusterRouter
+from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import TailVariant
+from ripresa.workers.replay_query import ReplayGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,9 @@ class GatewayStart:
         model: what is served, as the API describes it.
         tokenizer_file: its tokenizer.json.
         shares_port: several gateways listen on one port.
+        geometry: the model, as the replay rules see it.
+        planner: how routes are compared.
+        directory: the way to the prefix directory; None if there is none.
     """
 
     model: ServedModel
@@ -42,6 +49,9 @@ class GatewayStart:
     default_tail: TailVariant
     transfer_backend: str
     shares_port: bool
+    geometry: ReplayGeometry
+    planner: PlannerSettings
+    directory: DirectoryLink | None
 
 
 def _http() -> FastAPI:
@@ -74,7 +84,11 @@ class Gateway:
     ) -> None:
         self._drain_grace_s = start.drain_grace_s
         self._view = RayWorkerView(controller)
-        self._router = ClusterRouter(self._view, RayWorkerCalls(encoders, decoders))
+        link = start.directory
+        directory: Directory = NoDirectory() if link is None else await link.client()
+        hints = PrefixHints(directory, start.geometry, self._view.address)
+        calls = RayWorkerCalls(encoders, decoders)
+        self._router = ClusterRouter(self._view, calls, hints, start.planner)
         self.service = InferenceService(
             self._router,
             start.model,

@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from ripresa.cluster.worker_registry import WorkerList
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.remote_worker import TARGET, direct, failures
 from ripresa.workers.report import WorkerReport
@@ -92,6 +93,13 @@ class RayWorkerView:
 
     def workers(self) -> tuple[WorkerReport, ...]:
         return tuple(w for w in self._listed.values() if w.worker_id not in self._lost)
+
+    def address(self, worker_id: str) -> WorkerAddress | None:
+        """Of a worker that is listed."""
+        worker = self._listed.get(worker_id)
+        if worker is None or worker_id in self._lost:
+            return None
+        return WorkerAddress(worker_id, worker.kind)
 
     def lost(self, worker_id: str) -> None:
         self._lost[worker_id] = time.monotonic() + LOST_FOR_S

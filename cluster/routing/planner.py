@@ -1,77 +1,380 @@
-"""Where should a prompt run? A pure function from load reports to a route, with its reason."""
+"""Where should a prompt run? Every route's cost in seconds; the cheapest one wins, with its reason.
+
+    route  =  decode worker  x  { appends by itself | each encoder }
+    cost   =  queue + bytes / bandwidth + (new + recomputed rows) x seconds a row
+
+What of the prompt is cached is one term of it, not a rule. A pure function of load reports and of
+the directory's hints; the workers check what the hints say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
-from ripresa.workers.address import WorkerKind
+from ripresa.cluster.directory.events import Lookup
+from ripresa.cluster.routing.held_prefix import HeldPrefix, PrefixChain
+from ripresa.cluster.routing.route_plan import Candidate, Cost, PlannedHit, RoutePlan
+from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import Unavailable
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.prefix_sources import BlockSource, LeaderSource, PrefixSources
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
+from ripresa.workers.replay_plan import PrefillPlan
+from ripresa.workers.replay_planner import plan_hit
+from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
+
+MAX_ALTERNATIVES = 12
+MAX_ENCODERS = 3
+"""Encoders that a route is compared for: those that would be done first."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoutePlan:
-    """Where one execution of a request runs.
+class SessionHome:
+    """The decode worker that keeps a session's state after `num_tokens` processed positions."""
+
+    worker_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Another request that computes blocks [first, stop) of this prompt, and where."""
+
+    request_id: str
+    holder: WorkerAddress
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """A prompt that is to be placed.
 
     Attributes:
-        decoder: worker id of the decode worker.
-        encoder: worker id of the encoder worker; None if the decode worker prefills by itself.
-        reason: why, in words for a log line.
+        num_tokens: prompt, and tokens streamed before.
+        hashes: of its full blocks; () if nothing of it is to be reused.
+        mode, interval, tail: how it is computed.
+        lookup: the directory's hints; None for none.
+        leader: whom the request follows; None for nobody.
+        home: where its session's state is parked; None for nowhere.
+        recipe: of a request that is executed again; None for the first time.
+        avoid: workers that failed this request or refused it.
+        decoder: the decode worker, if it is chosen already: then an encoder is wanted.
     """
 
-    decoder: str
-    encoder: str | None
-    reason: str
+    geometry: ReplayGeometry
+    num_tokens: int
+    hashes: Sequence[bytes] = ()
+    mode: ReplayMode = ReplayMode.BOUNDED
+    interval: int | None = None
+    tail: TailVariant = TailVariant.FLOORED
+    lookup: Lookup | None = None
+    leader: Leader | None = None
+    home: SessionHome | None = None
+    recipe: Recipe | None = None
+    avoid: Set[str] = frozenset()
+    decoder: str | None = None
 
 
 def plan_route(
-    workers: Sequence[WorkerReport],
-    pending: dict[str, int],
-    avoid: Set[str] = frozenset(),
-    home: str | None = None,
+    query: RouteQuery, workers: Sequence[WorkerLoad], settings: PlannerSettings
 ) -> RoutePlan:
-    """Choose the least loaded decode worker, and the least loaded encoder if there is any.
-
-    Args:
-        workers: the newest reports.
-        pending: requests that this gateway sent to a worker and that are not over.
-        avoid: workers that failed this request or refused it.
-        home: the decode worker that keeps the state of the request's session; None for none.
+    """The cheapest route.
 
     Raises:
-        Unavailable: no decode worker is left.
+        Unavailable: no decode worker is left, or no encoder if one is wanted.
     """
-    if (
-        home is not None
-        and home not in avoid
-        and any(worker.worker_id == home and worker.kind is WorkerKind.DECODE for worker in workers)
-    ):
-        return RoutePlan(home, None, "the session's state is parked on this decode worker")
-    decoder = least_loaded(workers, WorkerKind.DECODE, pending, avoid)
-    if decoder is None:
+    alive = [worker for worker in workers if worker.worker_id not in query.avoid]
+    decoders = [
+        worker
+        for worker in alive
+        if not worker.is_encoder and query.decoder in (None, worker.worker_id)
+    ]
+    encoders = [worker for worker in alive if worker.is_encoder]
+    if not decoders:
         raise Unavailable("no decode worker is ready; retry, or check the cluster's status")
-    encoder = least_loaded(workers, WorkerKind.ENCODER, pending, avoid)
-    if encoder is None:
-        known = any(worker.kind is WorkerKind.ENCODER for worker in workers)
-        why = "every encoder failed it" if known else "there are no encoders"
-        return RoutePlan(decoder, None, f"least loaded decode worker; local, since {why}")
-    return RoutePlan(decoder, encoder, "least loaded decode worker and encoder")
+    if query.decoder is not None and not encoders:
+        raise Unavailable("no encoder worker is left for the prompt")
+    routes = _Routes(query, decoders, encoders, settings)
+    ranked = sorted(routes.candidates(), key=routes.rank)
+    chosen, rest = ranked[0], tuple(ranked[1 : 1 + MAX_ALTERNATIVES])
+    decoder = next(worker for worker in decoders if worker.worker_id == chosen.decoder)
+    return RoutePlan(
+        chosen,
+        _reason(chosen, rest, bool(encoders)),
+        rest,
+        None if chosen.encoder is not None else _max_chunk_rows(decoder, query, settings),
+    )
 
 
-def least_loaded(
-    workers: Sequence[WorkerReport],
-    kind: WorkerKind,
-    pending: dict[str, int],
-    avoid: Set[str],
-) -> str | None:
-    """The worker of a kind with the fewest requests; ties go to the lower id."""
-    candidates = [w for w in workers if w.kind is kind and w.worker_id not in avoid]
-    if not candidates:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one worker would do to compute the prompt's encoder rows."""
+
+    hit: PlannedHit
+    sources: PrefixSources
+    chain: PrefixChain
+    num_encoder_rows: int
+    num_decoder_rows: int
+    bring_s: float
+
+
+@dataclass(slots=True)
+class _Routes:
+    query: RouteQuery
+    decoders: list[WorkerLoad]
+    encoders: list[WorkerLoad]
+    settings: PlannerSettings
+    _held: HeldPrefix = field(init=False)
+    _loads: Mapping[str, WorkerLoad] = field(init=False)
+    _spared: frozenset[str] = field(init=False)
+    _plans: dict[tuple[PrefixChain, tuple[int, ...]], PrefillPlan] = field(init=False)
+
+    def __post_init__(self) -> None:
+        query = self.query
+        everybody = (*self.decoders, *self.encoders)
+        self._loads = {worker.worker_id: worker for worker in everybody}
+        self._plans = {}
+        window = query.geometry.window
+        if query.recipe is None:
+            limit = max(0, query.num_tokens - window - query.geometry.rewind) // window
+        else:
+            limit = query.recipe.write_floor // window
+        self._held = HeldPrefix(
+            query.lookup,
+            query.hashes,
+            window,
+            limit,
+            query.mode,
+            query.interval,
+            None if query.recipe is None else query.recipe.restarts,
+            {worker.worker_id: worker.address for worker in everybody},
+        )
+        self._spared = _far_above_mean(self.decoders, self.settings.max_lead) | _far_above_mean(
+            self.encoders, self.settings.max_lead
+        )
+
+    def candidates(self) -> list[Candidate]:
+        works = [(worker, self._work(worker)) for worker in self.encoders]
+        # When an encoder is done does not depend on the decode worker: the first few do for all.
+        works.sort(key=lambda entry: self._ready_order(*entry))
+        found = []
+        for decoder in self.decoders:
+            if self.query.decoder is None:
+                found.append(self._local(decoder))
+            found += [self._split(decoder, *entry) for entry in works[:MAX_ENCODERS]]
+        return self._with_notes(found)
+
+    def _ready_order(self, encoder: WorkerLoad, work: _Work) -> tuple[bool, float, int, str]:
+        ready_s = encoder.queue_s + work.bring_s + encoder.prefill_s(work.num_encoder_rows, None)
+        name = encoder.worker_id
+        return name in self._spared, ready_s, encoder.num_requests, name
+
+    def rank(self, candidate: Candidate) -> tuple[bool, float, int, int, str, str]:
+        """Cheaper first; among equals whoever has fewer requests."""
+        decoder, computing = self._loads[candidate.decoder], self._loads[candidate.computing]
+        return (
+            bool(candidate.note),
+            candidate.cost.total_s,
+            computing.num_requests,
+            decoder.num_requests,
+            candidate.decoder,
+            candidate.computing,
+        )
+
+    def _with_notes(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Routes that other rules than cost exclude, while others remain, say why."""
+        settings, limit = self.settings, self.settings.max_local_rows
+        reachable: dict[bool, int] = {}
+        for candidate in candidates:
+            if candidate.computing not in self._spared:
+                is_local = candidate.encoder is None
+                reachable[is_local] = max(candidate.hit.start, reachable.get(is_local, 0))
+        noted = []
+        for candidate in candidates:
+            note = ""
+            is_best = candidate.hit.start > reachable.get(candidate.encoder is None, -1)
+            if candidate.computing in self._spared and not is_best:
+                note = f"its queue is more than {settings.max_lead:.0%} above the mean"
+            num_rows = self.query.num_tokens - candidate.hit.start
+            if (
+                limit is not None
+                and candidate.encoder is None
+                and self.encoders
+                and num_rows > limit
+                and candidate.hit.kind is not PlanKind.RESUME
+            ):
+                note = f"{num_rows} rows are more than planner.max_local_rows, {limit}"
+            noted.append(replace(candidate, note=note) if note else candidate)
+        return noted
+
+    def _local(self, decoder: WorkerLoad) -> Candidate:
+        work = self._resume(decoder) or self._work(decoder)
+        num_rows = work.num_encoder_rows + work.num_decoder_rows
+        bound = _max_chunk_rows(decoder, self.query, self.settings)
+        cost = Cost(
+            queue_s=decoder.queue_s,
+            bring_s=work.bring_s,
+            prefill_s=decoder.prefill_s(num_rows, bound),
+        )
+        return Candidate(decoder.worker_id, None, work.hit, cost, work.sources)
+
+    def _split(self, decoder: WorkerLoad, encoder: WorkerLoad, work: _Work) -> Candidate:
+        total = self.query.num_tokens // self.query.geometry.window
+        lacking = total - self._held.share(decoder.worker_id, work.chain)
+        sizes = encoder.sizes
+        before = encoder.queue_s + work.bring_s
+        prefill_s = encoder.prefill_s(work.num_encoder_rows, None)
+        tail_s = decoder.prefill_s(work.num_decoder_rows, None)
+        hand_over_s = self._transfer_s(lacking * sizes.block_bytes + sizes.hand_over_bytes)
+        # The decode worker's queue goes on while the encoder computes.
+        waits_s = max(0.0, decoder.queue_s - before - prefill_s - hand_over_s)
+        cost = Cost(encoder.queue_s, work.bring_s, prefill_s, hand_over_s, waits_s + tail_s)
+        return Candidate(decoder.worker_id, encoder.worker_id, work.hit, cost, work.sources)
+
+    def _resume(self, decoder: WorkerLoad) -> _Work | None:
+        """The session going on from its parked state; None if it is not parked there."""
+        query, home = self.query, self.query.home
+        if home is None or home.worker_id != decoder.worker_id or query.recipe is not None:
+            return None
+        if home.num_tokens >= query.num_tokens or not _may_resume(query):
+            return None
+        new = query.num_tokens - home.num_tokens
+        hit = PlannedHit(PlanKind.RESUME, home.num_tokens)
+        num_decoder_rows = min(new, query.geometry.window)
+        return _Work(hit, PrefixSources(), PrefixChain(), new, num_decoder_rows, 0.0)
+
+    def _work(self, worker: WorkerLoad) -> _Work:
+        """The cheaper of what it holds by itself, and of that with what others hold."""
+        alone = self._with_chain(worker, self._held.local(worker.worker_id), brings=False)
+        together = self._with_chain(worker, self._held.best(), brings=True)
+        works = [work for work in (together, alone) if work is not None]
+        return self._led(min(works, key=lambda work: self._seconds(worker, work)))
+
+    def _seconds(self, worker: WorkerLoad, work: _Work) -> float:
+        return work.bring_s + worker.row_s * work.num_encoder_rows
+
+    def _with_chain(self, worker: WorkerLoad, chain: PrefixChain, *, brings: bool) -> _Work:
+        name, held, sizes = worker.worker_id, self._held, worker.sizes
+        num_local = held.share(name, chain)
+        blocks: tuple[BlockSource, ...] = ()
+        if brings:
+            blocks, num_blocks = held.bring(name, chain)
+            chain = held.cut(chain, num_blocks)
+        holders = held.windows(name, chain)
+        if not brings:
+            holders = {boundary: None for boundary, at in holders.items() if at is None}
+        plan = self._plan(chain, holders)
+        sources = PrefixSources(blocks)
+        bring_s = sum(
+            self._transfer_s((part.stop - part.first) * sizes.block_bytes) for part in blocks
+        )
+        boundary = plan.window_from
+        at = None if boundary is None else holders.get(boundary)
+        if boundary is not None and at is not None:
+            window = held.window_source(chain, boundary, at)
+            sources = replace(sources, windows=(window,))
+            bring_s += self._transfer_s(sizes.window_bytes)
+        reused = plan.num_reused_blocks
+        hit = PlannedHit(
+            plan.recipe.kind,
+            plan.start,
+            reused,
+            min(num_local, reused),
+            chain.restarts,
+        )
+        num_encoder_rows = sum(rows.stop - rows.start for rows in plan.passes)
+        num_decoder_rows = _num_decoder_rows(plan)
+        return _Work(hit, sources, chain, num_encoder_rows, num_decoder_rows, bring_s)
+
+    def _led(self, work: _Work) -> _Work:
+        """The same behind a leader: what it computes is waited for, not computed."""
+        leader, window = self.query.leader, self.query.geometry.window
+        if leader is None or leader.stop <= work.hit.num_blocks:
+            return work
+        followed = LeaderSource(leader.holder, leader.request_id, leader.first, leader.stop)
+        spared = (leader.stop - max(work.hit.num_blocks, leader.first)) * window
+        return replace(
+            work,
+            sources=replace(work.sources, leader=followed),
+            num_encoder_rows=max(window, work.num_encoder_rows - spared),
+        )
+
+    def _plan(self, chain: PrefixChain, holders: Mapping[int, WorkerAddress | None]) -> PrefillPlan:
+        key = (chain, tuple(holders))
+        found = self._plans.get(key)
+        if found is None:
+            query = self.query
+            hinted = self._held.hinted(chain)
+            window = query.geometry.window
+            found = plan_hit(
+                PrefillQuery(
+                    query.geometry,
+                    query.num_tokens,
+                    hinted,
+                    frozenset(hinted[boundary // window - 1] for boundary in holders),
+                    mode=query.mode,
+                    tail=query.tail,
+                    anchor_interval=query.interval,
+                ),
+                chain.num_blocks,
+            )
+            self._plans[key] = found
+        return found
+
+    def _transfer_s(self, num_bytes: int) -> float:
+        settings = self.settings
+        return settings.round_trip_s + num_bytes / settings.bandwidth_bytes_per_s
+
+
+def _may_resume(query: RouteQuery) -> bool:
+    """Whether the request's mode goes on from parked states (replay rules, section 6)."""
+    match query.mode:
+        case ReplayMode.BOUNDED:
+            return True
+        case ReplayMode.EXACT:
+            return query.tail is TailVariant.EXACT
+        case ReplayMode.CANONICAL:
+            return False
+
+
+def _num_decoder_rows(plan: PrefillPlan) -> int:
+    """Decoder rows of a prefill."""
+    first, stop = plan.decoder_rows
+    return stop - first
+
+
+def _far_above_mean(workers: Sequence[WorkerLoad], max_lead: float) -> frozenset[str]:
+    """Workers whose queue is so far above the mean that others are to be preferred."""
+    if not workers:
+        return frozenset()
+    limit = (1 + max_lead) * sum(worker.queue_s for worker in workers) / len(workers)
+    return frozenset(worker.worker_id for worker in workers if worker.queue_s > limit)
+
+
+def _max_chunk_rows(
+    decoder: WorkerLoad, query: RouteQuery, settings: PlannerSettings
+) -> int | None:
+    """Rows of a chunk with which a step beside streams keeps the inter-token target."""
+    if not decoder.row_s:
         return None
+    rows = (settings.inter_token_target_s - decoder.decode_step_s) / decoder.row_s
+    window = query.geometry.window
+    return max(2 * window, int(max(0.0, rows)) // window * window)
 
-    def load(worker: WorkerReport) -> tuple[int, str]:
-        reported = worker.stats.num_running + worker.stats.num_waiting
-        return max(reported, pending.get(worker.worker_id, 0)), worker.worker_id
 
-    return min(candidates, key=load).worker_id
+def _reason(chosen: Candidate, rest: Sequence[Candidate], has_encoders: bool) -> str:
+    where = "local" if chosen.encoder is None else "on an encoder"
+    if chosen.encoder is None and not has_encoders:
+        where = "local, since there are no encoders"
+    hit = chosen.hit
+    if hit.kind is PlanKind.RESUME:
+        what = f"the session's state of {hit.start} tokens is parked there"
+    else:
+        what = f"{hit.kind} from {hit.start}"
+    reason = f"{where}; {what}; {chosen.cost}"
+    cheaper = [other for other in rest if other.cost.total_s < chosen.cost.total_s]
+    if cheaper:
+        return f"{reason}; cheaper ones were left out: {cheaper[0].name}: {cheaper[0].note}"
+    return f"{reason}; next best {rest[0].name}: {rest[0].cost}" if rest else reason

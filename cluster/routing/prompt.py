@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.replay import Recipe, TailVariant
 from ripresa.workers.request import CacheUse, Finished, SamplingParams, Tokens
 
@@ -48,19 +49,30 @@ class Placed:
         encoder_id: the encoder worker that prefills; None when the decode worker does it itself.
         recipe: what of the prompt is computed; None while the encoder worker has yet to fix it.
         reason: why these workers, in words for a log line.
+        prefix: what the worker that computes the prompt brought and held, if the recipe is known.
+        hit_error_tokens: by how many tokens the planned hit exceeded the real one; negative if
+            more was there; None if nothing was planned with.
     """
 
     worker_id: str
     encoder_id: str | None
     recipe: Recipe | None
     reason: str
+    prefix: PrefixOutcome = field(default_factory=PrefixOutcome)
+    hit_error_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The recipe is fixed; every re-execution follows it. Sent once, unless `Placed` had it."""
+    """The recipe is fixed; every re-execution follows it. Sent once, unless `Placed` had it.
+
+    Attributes:
+        prefix, hit_error_tokens: see `Placed`.
+    """
 
     recipe: Recipe
+    prefix: PrefixOutcome = field(default_factory=PrefixOutcome)
+    hit_error_tokens: int | None = None
 
 
 RouterEvent = Placed | Planned | Tokens | Finished

@@ -1,34 +1,45 @@
 """How is one request driven to its end? Place it, run both workers, retry what a worker lost.
 
 place ─▶ decode.generate ─▶ Reserved ─▶ encoder.prefill ─▶ PrefillDone ─▶ Tokens.. ─▶ Finished
-              ▲                              │ fails: another encoder, else local
-              └──── decode worker lost: again by the same recipe, from what was streamed ────┘
+  ▲           ▲                              │ fails: another encoder, else local
+  │           └──── decode worker lost: again by the same recipe, from what was streamed ────┘
+  └── a followed leader is gone: ask the directory again
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
-from ripresa.cluster.routing.planner import RoutePlan, least_loaded, plan_route
+from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.pending_work import PendingWork
+from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest
+from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, plan_route
+from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints, new_claim
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
-from ripresa.workers.address import WorkerKind
+from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
+from ripresa.cluster.routing.session_homes import SessionHomes
+from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import (
     ErrorCode,
     InvalidArgument,
+    LeaderGone,
     RipresaError,
     Unavailable,
     Unreachable,
 )
-from ripresa.workers.replay import Recipe, TailVariant
+from ripresa.workers.prefix_sources import PrefixOutcome
+from ripresa.workers.replay import TailVariant
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
+    Bringing,
     EngineEvent,
     Failed,
     Finished,
@@ -42,12 +53,13 @@ from ripresa.workers.request import (
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS = 65536
-"""Sessions whose decode worker a gateway remembers; forgetting one costs a replay."""
-
 MAX_REMEMBERED_IDS = 10_000
 MAX_EXECUTIONS = 4
 """Executions of one request before its last error is the client's answer."""
+MAX_LEADERS_LOST = 8
+"""Leaders that one request waits for in vain before it computes by itself."""
+MAX_HASHED_ON_LOOP = 8192
+"""Tokens that are hashed on the event loop; more of them would delay other streams."""
 
 
 class WorkerCalls(Protocol):
@@ -80,29 +92,69 @@ class WorkerView(Protocol):
         """A call found this worker gone; it is not listed again for a while."""
 
 
+@dataclass(slots=True)
+class _Placement:
+    """Where one execution runs, and by which hints.
+
+    Attributes:
+        computing: the route whose worker computes the encoder rows; another encoder may take over.
+        outcome: what that worker brought and held; None until it said so.
+        hit_error: blocks that were planned to be held and were not; negative if more were.
+    """
+
+    plan: RoutePlan
+    hints: Hints
+    log: PlannedExecution
+    computing: Candidate
+    outcome: PrefixOutcome | None = None
+    hit_error: int | None = None
+
+    @property
+    def decoder(self) -> str:
+        return self.plan.decoder
+
+    @property
+    def encoder(self) -> str | None:
+        return self.plan.encoder
+
+
 class ClusterRouter:
     """Runs prompts on the cluster's workers; implements `Router`.
 
     Args:
         view: which workers there are.
         calls: how they are reached.
-        reserve_timeout_s: longest wait for a decode worker's reservation.
+        hints: what the prefix directory knows.
+        settings: how routes are compared.
+        reserve_timeout_s: longest wait for a decode worker's first word.
+
+    Attributes:
+        log: the newest plans.
     """
 
     def __init__(
         self,
         view: WorkerView,
         calls: WorkerCalls,
+        hints: PrefixHints,
+        settings: PlannerSettings,
         reserve_timeout_s: float = 5.0,
     ) -> None:
         self._view = view
         self._calls = calls
+        self._hints = hints
+        self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
+        self.log = PlanLog(settings.log_plans)
         self._generations: OrderedDict[str, int] = OrderedDict()
-        self._pending: Counter[str] = Counter()
+        self._pending = PendingWork()
         self._running: dict[str, str] = {}
-        # The decode worker of each session's last turn, newest last.
-        self._homes: OrderedDict[tuple[bytes, str], str] = OrderedDict()
+        self._homes = SessionHomes(hints.geometry.window)
+
+    @property
+    def window(self) -> int:
+        """W, tokens in a block."""
+        return self._hints.geometry.window
 
     async def ready(self) -> bool:
         return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
@@ -123,73 +175,158 @@ class ClusterRouter:
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle router still counts requests."""
-        if self._running or +self._pending:
-            raise RipresaError(
-                ErrorCode.INTERNAL, f"left over: {self._running} {dict(self._pending)}"
-            )
+        if self._running or not self._pending.is_empty:
+            raise RipresaError(ErrorCode.INTERNAL, f"left over: {self._running} {self._pending}")
 
     async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         if prompt.tail is TailVariant.EXACT:
             raise InvalidArgument(
                 "options.cache_policy.tail", "tail EXACT is not supported by this version"
             )
-        execution = Execution(prompt, self._generations.get(prompt.request_id, 0))
+        execution = Execution(prompt, self._generations.get(prompt.request_id, 0), new_claim())
+        log = self.log.begin(prompt.request_id, len(prompt.token_ids))
         placed = planned = False
         avoid: set[str] = set()
-        for attempt in range(MAX_EXECUTIONS):
-            route = await self._place(avoid, self._home(prompt))
+        gone: str | None = None
+        num_failed = num_leaders_lost = 0
+        while True:
+            follows = num_leaders_lost < MAX_LEADERS_LOST
+            route = await self._place(execution, avoid, log, gone, follows=follows)
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
+                        log.recipe = execution.recipe
                         match event:
                             case Reserved() if not placed:
                                 placed, planned = True, execution.recipe is not None
                                 yield Placed(
-                                    route.decoder, route.encoder, execution.recipe, route.reason
+                                    route.decoder,
+                                    route.encoder,
+                                    execution.recipe,
+                                    route.plan.reason,
+                                    route.outcome or PrefixOutcome(),
+                                    self._error_tokens(route),
                                 )
                             case Tokens():
                                 execution.stream(event)
                                 yield event
                             case Finished():
-                                self._remember(prompt, route.decoder)
+                                self._remember(execution, route.decoder, event)
                                 yield execution.finish(event)
                                 return
                         if not planned and execution.recipe is not None:
                             planned = True
-                            yield Planned(execution.recipe)
+                            yield Planned(
+                                execution.recipe,
+                                route.outcome or PrefixOutcome(),
+                                self._error_tokens(route),
+                            )
+            except LeaderGone as error:
+                route.log.error = str(error)
+                num_leaders_lost += 1
+                leader = route.hints.leader
+                gone = None if leader is None else leader.request_id
             except RipresaError as error:
-                if attempt == MAX_EXECUTIONS - 1 or not self._may_retry(error, route, avoid):
+                route.log.error = str(error)
+                num_failed += 1
+                if num_failed == MAX_EXECUTIONS or not self._may_retry(error, route, avoid):
                     raise
                 logger.warning("request %s is executed again: %s", prompt.request_id, error)
 
-    async def _place(self, avoid: set[str], home: str | None) -> RoutePlan:
+    async def _place(
+        self,
+        execution: Execution,
+        avoid: set[str],
+        log: PlannedRequest,
+        gone: str | None,
+        *,
+        follows: bool,
+    ) -> _Placement:
+        """Plan the next execution by what the directory and the workers say."""
+        prompt = execution.prompt
+        if not self._view.workers():
+            await self._view.refresh()
+        await self._hash(execution)
+        geometry = self._hints.geometry
+        below_cap = execution.num_tokens - geometry.window - geometry.rewind
+        follows = follows and execution.recipe is None
+        num_reusable = max(0, below_cap) // geometry.window if follows else 0
+        hints = await self._hints.ask(
+            execution.hashes, execution.claim, prompt.cache, num_reusable, gone
+        )
+        mode = prompt.cache.mode
+        query = RouteQuery(
+            self._hints.geometry,
+            execution.num_tokens,
+            hints.hashes,
+            mode,
+            self._hints.interval(mode),
+            prompt.tail,
+            hints.lookup,
+            hints.leader,
+            self._home(execution),
+            execution.recipe,
+            avoid,
+        )
         try:
-            return plan_route(self._view.workers(), self._pending, avoid, home)
+            plan = await self._plan(query)
+        except RipresaError:
+            if hints.leads:
+                self._hints.release(hints.hashes, execution.claim)
+            raise
+        leader = plan.chosen.sources.leader
+        entry = PlannedExecution(plan, hints.why, None if leader is None else leader.request_id)
+        log.executions.append(entry)
+        return _Placement(plan, hints, entry, plan.chosen)
+
+    async def _plan(self, query: RouteQuery) -> RoutePlan:
+        try:
+            return self._plan_now(query)
         except Unavailable:
             await self._view.refresh()
-            return plan_route(self._view.workers(), self._pending, avoid, home)
+            return self._plan_now(query)
 
-    def _home(self, prompt: PromptRequest) -> str | None:
-        """Where the prompt's session was served last, if it may go on from there."""
-        if prompt.session_id is None or not prompt.cache.resumes:
-            return None
-        return self._homes.get((prompt.tenant_salt, prompt.session_id))
+    def _plan_now(self, query: RouteQuery) -> RoutePlan:
+        pending = self._pending
+        loads = worker_loads(self._view.workers(), pending.rows, pending.requests, self._settings)
+        return plan_route(query, loads, self._settings)
 
-    def _remember(self, prompt: PromptRequest, decoder: str) -> None:
-        if prompt.session_id is None:
+    async def _hash(self, execution: Execution) -> None:
+        """Name the request's blocks as its workers do."""
+        if not execution.prompt.cache.reads and not execution.prompt.cache.writes:
             return
-        key = (prompt.tenant_salt, prompt.session_id)
-        self._homes[key] = decoder
-        self._homes.move_to_end(key)
-        if len(self._homes) > MAX_SESSIONS:
-            self._homes.popitem(last=False)
+        digest = next((w.layout_digest for w in self._view.workers()), b"")
+        if execution.is_hashed or execution.num_tokens <= MAX_HASHED_ON_LOOP:
+            execution.hash(digest, self.window)
+        else:
+            await asyncio.to_thread(execution.hash, digest, self.window)
 
-    def _may_retry(self, error: RipresaError, route: RoutePlan, avoid: set[str]) -> bool:
+    def _home(self, execution: Execution) -> SessionHome | None:
+        """Where the prompt's session was served last, if it may go on from there."""
+        prompt = execution.prompt
+        if not prompt.cache.resumes or not prompt.cache.reads:
+            return None
+        return self._homes.find(prompt.tenant_salt, prompt.session_id, execution.hashes)
+
+    def _remember(self, execution: Execution, decoder: str, finished: Finished) -> None:
+        prompt = execution.prompt
+        if prompt.session_id is None or not execution.is_hashed:
+            return
+        execution.hash(b"", self.window)
+        # The last sampled token has no row.
+        num_processed = len(prompt.token_ids) + finished.num_generated_tokens - 1
+        home = SessionHome(decoder, num_processed)
+        self._homes.put(prompt.tenant_salt, prompt.session_id, home, execution.hashes)
+
+    def _error_tokens(self, route: _Placement) -> int | None:
+        return None if route.hit_error is None else route.hit_error * self.window
+
+    def _may_retry(self, error: RipresaError, route: _Placement, avoid: set[str]) -> bool:
         """Whether another execution may do what this one did not."""
         if isinstance(error, _PrefillFailed):
             return True
         if isinstance(error, Unreachable):
-            self._view.lost(route.decoder)
+            self._lost(route.decoder)
         avoid.add(route.decoder)
         if error.code is ErrorCode.UNAVAILABLE:
             return True
@@ -198,26 +335,39 @@ class ClusterRouter:
             w.kind is WorkerKind.DECODE and w.worker_id not in avoid for w in self._view.workers()
         )
 
+    def _lost(self, worker_id: str) -> None:
+        self._view.lost(worker_id)
+        self._hints.lost(worker_id)
+
     async def _execute(
-        self, execution: Execution, route: RoutePlan, avoid: set[str]
+        self, execution: Execution, route: _Placement, avoid: set[str]
     ) -> AsyncGenerator[EngineEvent]:
         """One execution's events; a failure of it is raised."""
-        request = execution.next_request()
+        is_local = route.encoder is None
+        request = execution.next_request(
+            route.computing.sources if is_local else None,
+            leads=route.hints.leads,
+            max_chunk_rows=route.plan.max_chunk_rows,
+        )
         stream = EventStream()
         is_ours = True
         self._running[request.request_id] = route.decoder
-        with self._counted(route.decoder):
+        num_rows = request.num_tokens - route.computing.hit.start if is_local else self.window
+        with self._pending.counted(route.decoder, num_rows) as prefilled:
             try:
                 stream.start(self._decode(execution, route, request, stream))
                 stream.start(self._raise_when_gone(route.decoder))
-                yield await self._reservation(stream, route.decoder)
+                reserved = await self._first_word(stream, route.decoder)
+                if isinstance(reserved, Bringing):
+                    reserved = await stream.next()
+                yield reserved
                 prefill: asyncio.Task[None] | None = None
-                if route.encoder is not None:
-                    prefill = stream.start(
-                        self._prefill(execution, route.encoder, route.decoder, avoid, stream)
-                    )
+                if not is_local:
+                    prefill = stream.start(self._prefill(execution, route, avoid, stream))
                 while True:
                     event = await stream.next()
+                    if isinstance(event, PrefillDone):
+                        prefilled()
                     if isinstance(event, Finished) and prefill is not None:
                         # The encoder's answer carries its counters; it is on its way.
                         await asyncio.wait({prefill}, timeout=1.0)
@@ -230,6 +380,9 @@ class ClusterRouter:
                 self._running.pop(request.request_id, None)
                 if is_ours:
                     self._outdate(request.request_id, execution.next_generation)
+                if route.hints.leads and not stream.has_state:
+                    # Its worker may never have heard of the request.
+                    self._hints.release(route.hints.hashes, execution.claim)
                 await stream.close()
 
     def _outdate(self, request_id: str, next_generation: int) -> None:
@@ -242,7 +395,7 @@ class ClusterRouter:
     async def _decode(
         self,
         execution: Execution,
-        route: RoutePlan,
+        route: _Placement,
         request: GenerationRequest,
         stream: EventStream,
     ) -> None:
@@ -254,12 +407,21 @@ class ClusterRouter:
                     raise event.error
                 if isinstance(event, Reserved | RecipeFixed | PrefillDone):
                     execution.fix(event.recipe)
+                if (isinstance(event, Reserved) and local) or isinstance(event, RecipeFixed):
+                    self._admitted(execution, route, event.prefix)
                 stream.put(event)
                 if isinstance(event, Finished):
                     return
         raise Unreachable(f"decode worker {route.decoder} ended the stream early")
 
-    async def _reservation(self, stream: EventStream, decoder: str) -> EngineEvent:
+    def _admitted(self, execution: Execution, route: _Placement, outcome: PrefixOutcome) -> None:
+        """The computing worker says what it found: note it, and correct the directory."""
+        route.outcome = route.log.outcome = outcome
+        if route.hints.lookup is None or execution.recipe is None:
+            return
+        route.hit_error = self._hints.admitted(route.hints.hashes, route.computing, outcome)
+
+    async def _first_word(self, stream: EventStream, decoder: str) -> EngineEvent:
         try:
             async with asyncio.timeout(self._reserve_timeout_s):
                 return await stream.next()
@@ -271,12 +433,7 @@ class ClusterRouter:
         raise Unreachable(f"worker {worker_id} does not report any more")
 
     async def _prefill(
-        self,
-        execution: Execution,
-        encoder: str,
-        decoder: str,
-        avoid: set[str],
-        stream: EventStream,
+        self, execution: Execution, route: _Placement, avoid: set[str], stream: EventStream
     ) -> None:
         """Prefill on one encoder after another until one succeeds.
 
@@ -284,29 +441,60 @@ class ClusterRouter:
             RipresaError: no encoder could.
         """
         while True:
+            encoder = route.computing.computing
             try:
-                with self._counted(encoder):
-                    await self._prefill_once(execution, encoder, decoder)
+                num_rows = execution.num_tokens - route.computing.hit.start
+                with self._pending.counted(encoder, num_rows):
+                    await self._prefill_once(execution, route)
                 return
             except RipresaError as error:
                 if stream.has_state:
                     logger.warning("encoder %s failed after its work was done: %s", encoder, error)
                     return
-                if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED):
+                retryable = (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
+                if isinstance(error, LeaderGone) or error.code not in retryable:
                     raise
                 logger.warning("encoder %s did not prefill: %s", encoder, error)
                 avoid.add(encoder)
                 if isinstance(error, Unreachable):
-                    self._view.lost(encoder)
-                workers = self._view.workers()
-                another = least_loaded(workers, WorkerKind.ENCODER, self._pending, avoid)
-                if another is None:
-                    raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
-                encoder = another
+                    self._lost(encoder)
+                self._take_over(execution, route, avoid, error)
 
-    async def _prefill_once(self, execution: Execution, encoder: str, decoder: str) -> None:
+    def _take_over(
+        self, execution: Execution, route: _Placement, avoid: set[str], error: RipresaError
+    ) -> None:
+        """Let another encoder go on, from what the decode worker has received too.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        decoder = WorkerAddress(route.decoder, WorkerKind.DECODE)
+        num_blocks = execution.num_tokens // self.window
+        mode = execution.prompt.cache.mode
+        query = RouteQuery(
+            self._hints.geometry,
+            execution.num_tokens,
+            route.hints.hashes,
+            mode,
+            self._hints.interval(mode),
+            execution.prompt.tail,
+            route.hints.lookup,
+            Leader(execution.prompt.request_id, decoder, 0, num_blocks),
+            recipe=execution.recipe,
+            avoid=avoid,
+            decoder=route.decoder,
+        )
+        try:
+            route.computing = self._plan_now(query).chosen
+        except Unavailable:
+            raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
+        route.log.encoders.append(route.computing.computing)
+
+    async def _prefill_once(self, execution: Execution, route: _Placement) -> None:
+        encoder = route.computing.computing
+        request = execution.next_request(route.computing.sources, leads=route.hints.leads)
         call = asyncio.create_task(
-            self._calls.prefill(encoder, execution.next_request(), decoder), name="prefill"
+            self._calls.prefill(encoder, request, route.decoder), name="prefill"
         )
         watch = asyncio.create_task(self._raise_when_gone(encoder), name="watch")
         try:
@@ -316,74 +504,6 @@ class ClusterRouter:
             execution.prefilled(call.result())
         finally:
             await end_tasks((call, watch))
-
-    @contextmanager
-    def _counted(self, worker_id: str) -> Iterator[None]:
-        self._pending[worker_id] += 1
-        try:
-            yield
-        finally:
-            self._pending[worker_id] -= 1
-            if not self._pending[worker_id]:
-                del self._pending[worker_id]
-
-
-class Execution:
-    """What is known of a request over all its executions.
-
-    Attributes:
-        recipe: fixed by the worker that ran the encoder rows first; it never changes.
-        next_generation: above those of every execution so far.
-    """
-
-    def __init__(self, prompt: PromptRequest, first_generation: int) -> None:
-        self._prompt = prompt
-        self.recipe: Recipe | None = None
-        self._streamed: list[int] = []
-        self.next_generation = first_generation
-        self._prefill_counters = WorkCounters()
-
-    def fix(self, recipe: Recipe | None) -> None:
-        """Book the recipe that a worker reports; raises RipresaError (INTERNAL) for another one."""
-        if self.recipe is None:
-            self.recipe = recipe
-        elif recipe != self.recipe:
-            raise RipresaError(
-                ErrorCode.INTERNAL,
-                f"request {self._prompt.request_id} was executed by another recipe than its first",
-            )
-
-    def stream(self, tokens: Tokens) -> None:
-        """Book tokens on their way to the client."""
-        self._streamed += tokens.token_ids
-
-    def prefilled(self, counters: WorkCounters) -> None:
-        """Book an encoder's work."""
-        self._prefill_counters = counters
-
-    def finish(self, finished: Finished) -> Finished:
-        """The last worker's event, with the work of the encoder added."""
-        own, encoder = finished.counters, self._prefill_counters
-        counters = replace(own, encoder_rows=own.encoder_rows + encoder.encoder_rows)
-        return replace(finished, counters=counters)
-
-    def next_request(self) -> GenerationRequest:
-        """The request from the prompt and what was streamed; it outdates every earlier one."""
-        generation = self.next_generation
-        self.next_generation += 1
-        return GenerationRequest(
-            request_id=self._prompt.request_id,
-            generation=generation,
-            token_ids=self._prompt.token_ids + tuple(self._streamed),
-            num_prompt_tokens=len(self._prompt.token_ids),
-            recipe=self.recipe,
-            sampling=self._prompt.sampling,
-            deadline=self._prompt.deadline,
-            tail=self._prompt.tail,
-            cache=self._prompt.cache,
-            tenant_salt=self._prompt.tenant_salt,
-            session_id=self._prompt.session_id,
-        )
 
 
 class _PrefillFailed(Unavailable):

@@ -19,6 +19,8 @@ SPLIT = (
     DETERMINISTIC,
     "encoders.replicas=2",
     "decoders.replicas=2",
+    # These tests speak of encoders: no decode worker shall prefill while there is one.
+    "planner.max_local_rows=0",
     # Small steps: a prompt of thousands of tokens can be caught in the middle.
     "encoders.max_batched_tokens=256",
     "encoders.num_blocks=320",

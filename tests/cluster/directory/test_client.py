@@ -10,8 +10,8 @@ import pytest
 from directory_sides import SETTINGS, chain
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from ripresa.cluster.directory.client import DirectoryActors, DirectoryClient, PlanByLoad
-from ripresa.cluster.directory.events import Answer, Lead
+from ripresa.cluster.directory.client import DirectoryActors, DirectoryClient
+from ripresa.cluster.directory.events import Answer, Lead, PlanByLoad
 from ripresa.cluster.directory.index import PrefixIndex
 from ripresa.workers.replay import ReplayMode
 

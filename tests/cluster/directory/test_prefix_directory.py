@@ -16,8 +16,8 @@ import pytest
 import ray
 from directory_sides import SETTINGS, chain, summary
 
-from ripresa.cluster.directory.client import DirectoryActors, DirectoryClient, PlanByLoad
-from ripresa.cluster.directory.events import Answer, Follow, Lead
+from ripresa.cluster.directory.client import DirectoryActors, DirectoryClient
+from ripresa.cluster.directory.events import Answer, Follow, Lead, PlanByLoad
 from ripresa.cluster.directory.prefix_directory import start_directory
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.workers.cache.block_hash import BlockIdentity

@@ -8,11 +8,14 @@ from contextlib import aclosing
 
 import pytest
 
+from ripresa.cluster.routing.prefix_hints import NoDirectory, PrefixHints
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
+from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
 from ripresa.workers.replay import TailVariant
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
@@ -27,6 +30,7 @@ from ripresa.workers.request import (
     WorkCounters,
 )
 
+GEOMETRY = ReplayGeometry(128, 6, 4, 4)
 STATS = EngineStats(0, 0, 8, 8, 0, WorkCounters(), 0, 0)
 PROMPT = PromptRequest(
     "request", (5, 6, 7), SamplingParams(max_tokens=4, seed=9), TailVariant.FLOORED
@@ -57,7 +61,10 @@ class Cluster:
         self.prefill_started = asyncio.Event()
         self._changed = asyncio.Event()
         self._has_state: dict[str, asyncio.Event] = {}
-        self.router = ClusterRouter(self, self, reserve_timeout_s=1.0)
+        hints = PrefixHints(NoDirectory(), GEOMETRY, lambda worker_id: None)
+        # Every prompt goes to an encoder if there is one.
+        settings = PlannerSettings(max_local_rows=0)
+        self.router = ClusterRouter(self, self, hints, settings, reserve_timeout_s=1.0)
 
     def workers(self) -> tuple[WorkerReport, ...]:
         return tuple(

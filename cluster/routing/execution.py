@@ -1,0 +1,124 @@
+"""What is known of a request over all its executions? Tokens, hashes, recipe, generations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ripresa.cluster.routing.prompt import PromptRequest
+from ripresa.workers.cache.block_hash import BlockHasher, worker_context
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.prefix_sources import PrefixSources
+from ripresa.workers.replay import Recipe
+from ripresa.workers.request import Finished, GenerationRequest, Tokens, WorkCounters
+
+
+class Execution:
+    """One request, however often it is executed.
+
+    Args:
+        first_generation: above those that workers have seen of this id.
+        claim: names the request's claim in the prefix directory.
+
+    Attributes:
+        recipe: fixed by the worker that ran the encoder rows first; it never changes.
+        next_generation: above those of every execution so far.
+        hashes: of the full blocks of prompt and streamed tokens, once `hash` was called.
+    """
+
+    def __init__(self, prompt: PromptRequest, first_generation: int, claim: str) -> None:
+        self.prompt = prompt
+        self.claim = claim
+        self.recipe: Recipe | None = None
+        self.next_generation = first_generation
+        self.hashes: tuple[bytes, ...] = ()
+        self._streamed: list[int] = []
+        self._hasher: BlockHasher | None = None
+        self._prefill_counters = WorkCounters()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the next execution starts with."""
+        return len(self.prompt.token_ids) + len(self._streamed)
+
+    @property
+    def is_hashed(self) -> bool:
+        return self._hasher is not None
+
+    def hash(self, layout_digest: bytes, window: int) -> None:
+        """Hash the blocks that are new since the last call.
+
+        Args:
+            layout_digest: of the workers; only that of the first call counts.
+            window: W, likewise.
+        """
+        if self._hasher is None:
+            salt = self.prompt.tenant_salt
+            self._hasher = BlockHasher(worker_context(layout_digest, window, salt))
+            self.hashes = self._hasher.extend(self.prompt.token_ids)
+        known = self._hasher.num_tokens - len(self.prompt.token_ids)
+        self.hashes += self._hasher.extend(self._streamed[known:])
+
+    def fix(self, recipe: Recipe | None) -> None:
+        """Book the recipe that a worker reports; raises RipresaError (INTERNAL) for another one."""
+        if self.recipe is None:
+            self.recipe = recipe
+        elif recipe != self.recipe:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"request {self.prompt.request_id} was executed by another recipe than its first",
+            )
+
+    def stream(self, tokens: Tokens) -> None:
+        """Book tokens on their way to the client."""
+        self._streamed += tokens.token_ids
+
+    def prefilled(self, counters: WorkCounters) -> None:
+        """Book an encoder's work."""
+        self._prefill_counters = counters
+
+    def finish(self, finished: Finished) -> Finished:
+        """The last worker's event, with the work of the encoder added."""
+        own, encoder = finished.counters, self._prefill_counters
+        counters = replace(own, encoder_rows=own.encoder_rows + encoder.encoder_rows)
+        return replace(finished, counters=counters)
+
+    def next_request(
+        self,
+        sources: PrefixSources | None = None,
+        *,
+        leads: bool = False,
+        max_chunk_rows: int | None = None,
+    ) -> GenerationRequest:
+        """The request from the prompt and what was streamed; it outdates every earlier one.
+
+        Args:
+            sources: where its worker may bring cached state from.
+            leads: it holds the claim of what is missing.
+            max_chunk_rows: see `GenerationRequest`.
+        """
+        generation = self.next_generation
+        self.next_generation += 1
+        prompt = self.prompt
+        return GenerationRequest(
+            request_id=prompt.request_id,
+            generation=generation,
+            token_ids=prompt.token_ids + tuple(self._streamed),
+            num_prompt_tokens=len(prompt.token_ids),
+            recipe=self.recipe,
+            sampling=prompt.sampling,
+            deadline=prompt.deadline,
+            tail=prompt.tail,
+            cache=prompt.cache,
+            tenant_salt=prompt.tenant_salt,
+            session_id=prompt.session_id,
+            sources=sources or PrefixSources(),
+            claim=self.claim if leads else None,
+            max_chunk_rows=max_chunk_rows,
+        )
+
+
+def last_hash(hashes: Sequence[bytes], num_tokens: int, window: int) -> bytes | None:
+    """Hash of the last full block below a position; None if there is none."""
+    number = num_tokens // window
+    return hashes[number - 1] if 0 < number <= len(hashes) else None
