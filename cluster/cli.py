@@ -97,7 +97,7 @@ def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
       ripresa demo --set decoders.replicas=2
       ripresa demo --set encoders.replicas=0    the decode worker prefills by itself
     """
-    split = ("encoders.replicas=1",) if config is None else ()
+    split = ("encoders.replicas=1", "planner.max_local_rows=0") if config is None else ()
     settings = _load(config, (*split, *assignments))
     _require_free_ports(settings)
     with progress("loading"):

@@ -44,7 +44,9 @@ def main() -> int:
     def in_process() -> float:
         return asyncio.run(engine.run(question)).first_token_s
 
-    with served_cluster("numerics=fast", f"encoders.replicas={options.encoders}") as cluster:
+    with served_cluster(
+        "numerics=fast", f"encoders.replicas={options.encoders}", "planner.max_local_rows=0"
+    ) as cluster:
 
         def through_cluster() -> float:
             stream = cluster.open(question)

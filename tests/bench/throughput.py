@@ -55,7 +55,9 @@ def main() -> int:
         return num_tokens / (time.perf_counter() - began)
 
     with (
-        served_cluster("numerics=fast", f"encoders.replicas={options.encoders}") as cluster,
+        served_cluster(
+            "numerics=fast", f"encoders.replicas={options.encoders}", "planner.max_local_rows=0"
+        ) as cluster,
         ThreadPoolExecutor(options.streams) as threads,
     ):
 
