@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ripresa.cluster.cli_checkpoint import checkpoint, doctor
+from ripresa.cluster.cli_explain import explain
 from ripresa.cluster.cli_generate import generate
 from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.cli_verify_replay import verify_replay
@@ -153,6 +154,7 @@ def check_config(config: Path, assignments: tuple[str, ...]) -> None:
 
 
 cli.add_command(generate)
+cli.add_command(explain)
 cli.add_command(checkpoint)
 cli.add_command(doctor)
 cli.add_command(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixH
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
+
+
+EXPLAIN_TIMEOUT_S = 5.0
+"""Longest wait for what the other gateways remember."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,12 @@ def _http() -> FastAPI:
         found: InferenceService = gateway.service
         return found
 
-    return http_app(service)
+    async def explain(request_id: str) -> list[str]:
+        gateway: Any = serve.get_replica_context().servable_object
+        lines: list[str] = await gateway.explain_anywhere(request_id)
+        return lines
+
+    return http_app(service, explain)
 
 
 @serve.ingress(_http)
@@ -88,12 +99,16 @@ class Gateway:
         directory: Directory = NoDirectory() if link is None else await link.client()
         hints = PrefixHints(directory, start.geometry, self._view.address)
         calls = RayWorkerCalls(encoders, decoders)
-        self._router = ClusterRouter(self._view, calls, hints, start.planner)
+        metrics = GatewayMetrics(backends=(start.transfer_backend,))
+        self._router = ClusterRouter(
+            self._view, calls, hints, start.planner, on_waste=metrics.wasted
+        )
         self.service = InferenceService(
             self._router,
             start.model,
             Tokenizer(Path(start.tokenizer_file)),
-            GatewayMetrics(backends=(start.transfer_backend,)),
+            metrics,
+            window=start.geometry.window,
             default_tail=start.default_tail,
             max_running=start.max_running,
             transfer_backend=start.transfer_backend,
@@ -112,6 +127,32 @@ class Gateway:
     async def grpc_port(self) -> int:
         """Where gRPC is served; the question that a setting of 0 leaves open."""
         return self._grpc.port
+
+    async def explain(self, request_id: str) -> list[str] | None:
+        """How this gateway placed a request; None if it does not remember it."""
+        try:
+            return self.service.explain(request_id)
+        except RipresaError:
+            return None
+
+    async def explain_anywhere(self, request_id: str) -> list[str]:
+        """How some gateway placed a request.
+
+        Raises:
+            RipresaError: NOT_FOUND; none remembers it.
+        """
+        found = await self.explain(request_id)
+        if found is not None:
+            return found
+        context = serve.get_replica_context()
+        gateways: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        async with failures("the other gateways"):
+            asked = gateways.broadcast("explain", request_id)
+            answers = await asyncio.to_thread(asked.results, EXPLAIN_TIMEOUT_S)
+        for answer in answers:
+            if isinstance(answer, list):
+                return answer
+        return self.service.explain(request_id)
 
     async def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle gateway still counts requests."""

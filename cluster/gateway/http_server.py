@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,13 +14,22 @@ from ripresa.cluster.version import VERSION
 from ripresa.workers.errors import RipresaError, Unavailable
 
 
-def http_app(service: Callable[[], InferenceService]) -> FastAPI:
+def http_app(
+    service: Callable[[], InferenceService],
+    explain: Callable[[str], Awaitable[list[str]]] | None = None,
+) -> FastAPI:
     """The gateway's ASGI application; a failure is an OpenAI-shaped error body.
 
     Args:
         service: asked at each request, since a Serve replica makes it after the application.
+        explain: how a request was placed, whichever gateway did; None asks this one alone.
     """
     app = FastAPI(title="ripresa", version=VERSION)
+
+    async def explain_here(request_id: str) -> list[str]:
+        return service().explain(request_id)
+
+    explain = explain or explain_here
 
     @app.get("/health")
     async def health() -> Response:
@@ -37,6 +46,11 @@ def http_app(service: Callable[[], InferenceService]) -> FastAPI:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": VERSION}
+
+    @app.get("/admin/plans/{request_id:path}")
+    async def plan(request_id: str) -> dict[str, list[str]]:
+        """How a request was placed, and what of it came true."""
+        return {"lines": await explain(request_id)}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -27,7 +27,7 @@ from ripresa.cluster.observability.metrics import GatewayMetrics, RequestRecord,
 from ripresa.cluster.routing.prompt import Placed, Planned, Router, RouterEvent
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
-from ripresa.workers.replay import TailVariant
+from ripresa.workers.replay import Recipe, TailVariant
 from ripresa.workers.request import Finished, Tokens
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class InferenceService:
 
     Args:
         router: runs prompts; nothing invalid reaches it.
+        window: W, tokens in a block.
         default_tail: tail variant of requests that name none.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         transfer_backend: what moves state between workers, for the metrics.
@@ -70,6 +71,7 @@ class InferenceService:
         tokenizer: Tokenizer,
         metrics: GatewayMetrics,
         *,
+        window: int = 128,
         default_tail: TailVariant = TailVariant.FLOORED,
         max_running: int = 1024,
         transfer_backend: str = "gloo",
@@ -80,6 +82,7 @@ class InferenceService:
         self._model = model
         self._tokenizer = tokenizer
         self.metrics = metrics
+        self._window = window
         self._default_tail = default_tail
         self._max_running = max_running
         self._transfer_backend = transfer_backend
@@ -92,6 +95,14 @@ class InferenceService:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def explain(self, request_id: str) -> list[str]:
+        """How a request was placed, in lines for a reader.
+
+        Raises:
+            RipresaError: NOT_FOUND; this gateway does not remember it.
+        """
+        return self._router.explain(request_id)
 
     async def ready(self) -> bool:
         """Whether new requests should come here."""
@@ -203,6 +214,10 @@ class InferenceService:
             model.eos_token_id = self._model.eos_token_id
         return pb.ListModelsResponse(models=[model])
 
+    def _planned(self, record: RequestRecord, event: Placed | Planned, recipe: Recipe) -> None:
+        num_from_peers = event.prefix.tokens_from_peers(recipe.start, self._window)
+        record.planned(recipe, num_from_peers, event.hit_error_tokens)
+
     async def _off_loop(self, work: Callable[[], T], call: Call) -> T:
         """Run tokenizer work on its own threads: it takes longer than a token of a stream.
 
@@ -253,10 +268,10 @@ class InferenceService:
                     backend = self._transfer_backend if event.encoder_id is not None else None
                     responses.placed(event)
                     if event.recipe is not None:
-                        record.planned(event.recipe)
+                        self._planned(record, event, event.recipe)
                         yield responses.started(event.recipe)
                 case Planned():
-                    record.planned(event.recipe)
+                    self._planned(record, event, event.recipe)
                     yield responses.started(event.recipe)
                 case Tokens():
                     record.delta(len(event.token_ids))

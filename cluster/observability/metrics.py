@@ -15,6 +15,7 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.request import FinishReason, WorkCounters
@@ -61,11 +62,30 @@ class TokenSource(StrEnum):
     NEW = "new"
 
 
-def tokens_by_source(recipe: Recipe, num_prompt_tokens: int) -> dict[TokenSource, int]:
-    """Split a prompt's tokens: skipped + recomputed + new (replay rules, section 2)."""
-    is_resumed = recipe.kind is PlanKind.RESUME
+class HitError(StrEnum):
+    """MISSING: planned with, and not there. UNKNOWN: there, and the directory had not said so."""
+
+    MISSING = "missing"
+    UNKNOWN = "unknown"
+
+
+def tokens_by_source(
+    recipe: Recipe, num_prompt_tokens: int, num_from_peers: int = 0
+) -> dict[TokenSource, int]:
+    """Split a prompt's tokens: skipped + recomputed + new (replay rules, section 2).
+
+    Args:
+        num_from_peers: skipped tokens that other workers sent.
+    """
+    if recipe.kind is PlanKind.RESUME:
+        skipped = {TokenSource.RESUMED: recipe.start}
+    else:
+        skipped = {
+            TokenSource.SKIPPED_LOCAL: recipe.start - num_from_peers,
+            TokenSource.SKIPPED_PEER: num_from_peers,
+        }
     return {
-        TokenSource.RESUMED if is_resumed else TokenSource.SKIPPED_LOCAL: recipe.start,
+        **skipped,
         TokenSource.RECOMPUTED: recipe.write_floor - recipe.start,
         TokenSource.NEW: num_prompt_tokens - recipe.write_floor,
     }
@@ -131,6 +151,18 @@ PLAN_KIND = Series(
     "Requests by how the state before their first computed row came to be.",
     labels=(("kind", tuple(PlanKind)),),
 )
+DIRECTORY_HIT_ERROR = Series(
+    "ripresa_directory_hit_error_tokens_total",
+    Kind.COUNTER,
+    "Tokens by which hits differed from what the prefix directory made the planner expect.",
+    labels=(("direction", tuple(HitError)),),
+)
+WASTED_TOKENS = Series(
+    "ripresa_wasted_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens whose rows were computed for an execution that led to no answer, by reason.",
+    labels=(("reason", tuple(Waste)),),
+)
 LINEAGE_RESTARTS = Series(
     "ripresa_lineage_restarts_total",
     Kind.COUNTER,
@@ -179,6 +211,8 @@ SERIES = (
     NUM_REQUESTS_WAITING,
     PROMPT_TOKENS,
     PLAN_KIND,
+    DIRECTORY_HIT_ERROR,
+    WASTED_TOKENS,
     LINEAGE_RESTARTS,
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
@@ -233,6 +267,10 @@ class GatewayMetrics:
     def request_rejected(self, code: ErrorCode) -> None:
         """Counts a request that was refused before it started."""
         self.counter(REQUEST_FAILURE).labels(code).inc()
+
+    def wasted(self, reason: Waste, num_tokens: int) -> None:
+        """Counts prompt tokens that were computed in vain."""
+        self.counter(WASTED_TOKENS).labels(reason).inc(num_tokens)
 
     def counter(self, series: Series) -> Counter:
         """The counter behind a row of `SERIES`."""
@@ -299,11 +337,22 @@ class RequestRecord:
         """A decode worker holds the request's pages."""
         self._move(RequestState.RUNNING)
 
-    def planned(self, recipe: Recipe) -> None:
-        """What is computed of the prompt is fixed; called once."""
+    def planned(
+        self, recipe: Recipe, num_from_peers: int = 0, hit_error_tokens: int | None = None
+    ) -> None:
+        """What is computed of the prompt is fixed; called once.
+
+        Args:
+            num_from_peers: skipped tokens that other workers sent.
+            hit_error_tokens: planned minus real hit; None if none was planned with.
+        """
         counter = self._metrics.counter
-        for source, num_tokens in tokens_by_source(recipe, self._num_prompt_tokens).items():
+        sources = tokens_by_source(recipe, self._num_prompt_tokens, num_from_peers)
+        for source, num_tokens in sources.items():
             counter(PROMPT_TOKENS).labels(source).inc(num_tokens)
+        if hit_error_tokens:
+            direction = HitError.MISSING if hit_error_tokens > 0 else HitError.UNKNOWN
+            counter(DIRECTORY_HIT_ERROR).labels(direction).inc(abs(hit_error_tokens))
         counter(PLAN_KIND).labels(recipe.kind).inc()
         counter(LINEAGE_RESTARTS).inc(len(recipe.restarts))
 

@@ -42,6 +42,11 @@ class Execution:
         return len(self.prompt.token_ids) + len(self._streamed)
 
     @property
+    def has_streamed(self) -> bool:
+        """The client has got a token."""
+        return bool(self._streamed)
+
+    @property
     def is_hashed(self) -> bool:
         return self._hasher is not None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from ripresa.workers.prefix_sources import PrefixOutcome
@@ -38,6 +39,18 @@ class PromptRequest:
     cache: CacheUse = field(default_factory=CacheUse)
     tenant_salt: bytes = b""
     session_id: str | None = None
+
+
+class Waste(StrEnum):
+    """Why computed rows led to no answer.
+
+    CANCELLED: the client went before the first token. RETRIED: the request was executed again.
+    FAILED: it failed for good.
+    """
+
+    CANCELLED = "cancelled"
+    RETRIED = "retried"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,13 @@ class Router(Protocol):
 
     async def abort(self, request_id: str) -> bool:
         """End a running request, by whichever gateway it came. False: no such request runs."""
+
+    def explain(self, request_id: str) -> list[str]:
+        """How a request was placed, in lines for a reader.
+
+        Raises:
+            RipresaError: NOT_FOUND; it is not remembered.
+        """
 
     async def ready(self) -> bool:
         """Whether a request could be placed now."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,10 +19,10 @@ from typing import Protocol
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.execution import Execution
 from ripresa.cluster.routing.pending_work import PendingWork
-from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest
+from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest, explanation
 from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, plan_route
 from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints, new_claim
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
 from ripresa.cluster.routing.session_homes import SessionHomes
 from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
@@ -100,6 +100,7 @@ class _Placement:
         computing: the route whose worker computes the encoder rows; another encoder may take over.
         outcome: what that worker brought and held; None until it said so.
         hit_error: blocks that were planned to be held and were not; negative if more were.
+        num_computed: prompt tokens whose rows are known to be computed.
     """
 
     plan: RoutePlan
@@ -108,6 +109,7 @@ class _Placement:
     computing: Candidate
     outcome: PrefixOutcome | None = None
     hit_error: int | None = None
+    num_computed: int = 0
 
     @property
     def decoder(self) -> str:
@@ -127,6 +129,7 @@ class ClusterRouter:
         hints: what the prefix directory knows.
         settings: how routes are compared.
         reserve_timeout_s: longest wait for a decode worker's first word.
+        on_waste: hears of prompt tokens that were computed in vain.
 
     Attributes:
         log: the newest plans.
@@ -139,12 +142,14 @@ class ClusterRouter:
         hints: PrefixHints,
         settings: PlannerSettings,
         reserve_timeout_s: float = 5.0,
+        on_waste: Callable[[Waste, int], None] | None = None,
     ) -> None:
         self._view = view
         self._calls = calls
         self._hints = hints
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
+        self._on_waste = on_waste
         self.log = PlanLog(settings.log_plans)
         self._generations: OrderedDict[str, int] = OrderedDict()
         self._pending = PendingWork()
@@ -158,6 +163,17 @@ class ClusterRouter:
 
     async def ready(self) -> bool:
         return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
+
+    def explain(self, request_id: str) -> list[str]:
+        found = self.log.find(request_id)
+        if found is None:
+            raise RipresaError(
+                ErrorCode.NOT_FOUND,
+                f"no plan of request {request_id} is remembered; the newest "
+                f"{self._settings.log_plans} are (planner.log_plans)",
+                field="request_id",
+            )
+        return explanation(found, self.window)
 
     async def abort(self, request_id: str) -> bool:
         here = self._running.get(request_id)
@@ -221,6 +237,10 @@ class ClusterRouter:
                                 route.outcome or PrefixOutcome(),
                                 self._error_tokens(route),
                             )
+            except (GeneratorExit, asyncio.CancelledError):
+                if not execution.has_streamed:
+                    self._waste(Waste.CANCELLED, route)
+                raise
             except LeaderGone as error:
                 route.log.error = str(error)
                 num_leaders_lost += 1
@@ -230,7 +250,9 @@ class ClusterRouter:
                 route.log.error = str(error)
                 num_failed += 1
                 if num_failed == MAX_EXECUTIONS or not self._may_retry(error, route, avoid):
+                    self._waste(Waste.FAILED, route)
                     raise
+                self._waste(Waste.RETRIED, route)
                 logger.warning("request %s is executed again: %s", prompt.request_id, error)
 
     async def _place(
@@ -318,6 +340,10 @@ class ClusterRouter:
         home = SessionHome(decoder, num_processed)
         self._homes.put(prompt.tenant_salt, prompt.session_id, home, execution.hashes)
 
+    def _waste(self, reason: Waste, route: _Placement) -> None:
+        if self._on_waste is not None and route.num_computed:
+            self._on_waste(reason, route.num_computed)
+
     def _error_tokens(self, route: _Placement) -> int | None:
         return None if route.hit_error is None else route.hit_error * self.window
 
@@ -368,6 +394,8 @@ class ClusterRouter:
                     event = await stream.next()
                     if isinstance(event, PrefillDone):
                         prefilled()
+                        if execution.recipe is not None:
+                            route.num_computed = execution.num_tokens - execution.recipe.start
                     if isinstance(event, Finished) and prefill is not None:
                         # The encoder's answer carries its counters; it is on its way.
                         await asyncio.wait({prefill}, timeout=1.0)

@@ -85,5 +85,10 @@ class InProcessRouter:
         self.hold.set()
         return True
 
+    def explain(self, request_id: str) -> list[str]:
+        if all(prompt.request_id != request_id for prompt in self.seen):
+            raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")
+        return [f"request {request_id}", "the only one"]
+
     async def ready(self) -> bool:
         return self.is_ready

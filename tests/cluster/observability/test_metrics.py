@@ -82,7 +82,9 @@ def test_names_follow_the_conventions() -> None:
 
 def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
-    assert set(labels) == {*("finish_reason", "code", "backend", "phase", "source", "kind")}
+    assert set(labels) == {
+        *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason")
+    }
     assert all(len(values) <= 16 for values in labels.values())
 
 
