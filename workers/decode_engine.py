@@ -47,7 +47,9 @@ class _Stream:
         if progress.is_prefill_done:
             self.events.put_nowait(PrefillDone(progress.sequence.recipe))
         if progress.token is not None and progress.token_position is not None:
-            self.events.put_nowait(Tokens(progress.token_position, (progress.token,)))
+            logprobs = () if progress.logprobs is None else (progress.logprobs,)
+            tokens = Tokens(progress.token_position, (progress.token,), logprobs)
+            self.events.put_nowait(tokens)
         if progress.finish is not None:
             sequence = progress.sequence
             num_bytes = 0 if self.inbound is None else self.inbound.num_bytes

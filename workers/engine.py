@@ -379,6 +379,8 @@ class EngineCore:
 
     def _tell(self, progress: Progress, output: StepOutput) -> None:
         slot = progress.step.slot
+        if slot in output.logprobs:
+            progress = replace(progress, logprobs=output.logprobs[slot])
         job = self._by_slot[slot]
         self._publish(job)
         is_over = progress.finish is not None or (

@@ -26,7 +26,7 @@ from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
 from ripresa.workers.replay_query import ReplayGeometry
-from ripresa.workers.sampler import sample_batch
+from ripresa.workers.sampler import logprobs_of, sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 
 DETERMINISTIC_ROWS = 16
@@ -247,14 +247,21 @@ class TorchModelRunner:
                 sampled.append((step, first - 1))
         if sampled:
             index = torch.tensor([row for _, row in sampled], device=self.device)
+            rows = logits.index_select(0, index)
+            params = [step.sampling for step, _ in sampled if step.sampling is not None]
             tokens = sample_batch(
-                logits.index_select(0, index),
-                [step.sampling for step, _ in sampled if step.sampling is not None],
+                rows,
+                params,
                 [step.decoder_stop for step, _ in sampled],
+                [step.rules for step, _ in sampled],
             )
             output.sampled = {
                 step.slot: token for (step, _), token in zip(sampled, tokens, strict=True)
             }
+            for row, asked, (step, _) in zip(rows, params, sampled, strict=True):
+                if asked.logprobs is not None:
+                    token = output.sampled[step.slot]
+                    output.logprobs[step.slot] = logprobs_of(row, token, asked.logprobs)
 
     def _rows(self, runs: Sequence[Run]) -> Rows:
         return Rows(runs, self.layout, self.device, self.config.num_attention_heads, self._min_rows)

@@ -13,8 +13,26 @@ from ripresa.workers.scheduling.step_rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """Tokens that an answer must contain, at one place.
+
+    Attributes:
+        token_ids: they come in this order.
+        after: they follow the first of these ids; None for the answer's first tokens.
+        forbidden_before: what must not come before `after` has; nor does the end of the answer.
+    """
+
+    token_ids: tuple[int, ...]
+    after: int | None = None
+    forbidden_before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen.
+
+    In this order: bias, repetition penalty, frequency and presence penalty, what is forbidden;
+    temperature; top-k and min-p, then top-p of what they left.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
@@ -24,6 +42,17 @@ class SamplingParams:
         stop_token_ids: ids that end the stream; a stop id is not emitted as text.
         ignore_eos: the model's end-of-sentence id does not end the stream.
         seed: key of the counter-based randomness, together with the position.
+        min_p: keep tokens at least this share as likely as the likeliest, 0 <= min_p <= 1.
+        presence_penalty: subtracted from the logit of every token that was generated.
+        frequency_penalty: the same, times how often it was.
+        repetition_penalty: logits of tokens of the prompt or the answer are divided by it if
+            positive, else multiplied; above 0, 1 changes nothing.
+        logit_bias: token ids and what is added to their logits.
+        banned_token_ids: ids that are never chosen.
+        min_tokens: neither the end of sentence nor a stop id comes before so many tokens.
+        forced: tokens that must come; None for none.
+        logprobs: how many of the likeliest tokens to report with each chosen one, by their log
+            probabilities under the unchanged logits; None reports nothing.
     """
 
     max_tokens: int
@@ -33,6 +62,21 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    forced: ForcedTokens | None = None
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalty != 0 for penalty in penalties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +197,28 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities under the model's own logits.
+
+    Attributes:
+        chosen: the generated token's.
+        top: the likeliest token ids with theirs, likeliest first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens that one step produced, in order; `position` is the first one's."""
+    """Tokens that one step produced, in order; `position` is the first one's.
+
+    `logprobs` has one entry a token if the request asked for them, and is empty otherwise.
+    """
 
     position: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

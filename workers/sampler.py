@@ -1,4 +1,5 @@
-"""Which token comes next? A pure function of one row of logits, the parameters and the position.
+"""Which token comes next? A pure function of one row of logits, the parameters, the position and
+what the sequence's earlier tokens say.
 
 Randomness is counter-based: one uniform number keyed by (seed, position) decides a token, so a
 stream that continues on another worker, in another batch or after a replay goes on unchanged.
@@ -14,12 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
-from ripresa.workers.request import SamplingParams
+from ripresa.workers.request import SamplingParams, TokenLogprobs
+from ripresa.workers.token_history import TokenRules
 
 _U64 = (1 << 64) - 1
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+def sample(
+    logits: torch.Tensor, params: SamplingParams, position: int, rules: TokenRules | None = None
+) -> int:
     """The token that `params` choose for `position`.
 
     Args:
@@ -27,20 +31,43 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
             -inf forbids a token.
         params: how to choose.
         position: absolute position that the chosen token will have.
+        rules: what holds for this token; None for nothing.
 
     Raises:
-        InvalidArgument: temperature, top-k or top-p is out of range.
+        InvalidArgument: a parameter is out of range.
         RipresaError: INTERNAL; a logit is NaN or +inf, or every token is forbidden.
     """
-    return sample_batch(logits.unsqueeze(0), [params], [position])[0]
+    return sample_batch(logits.unsqueeze(0), [params], [position], [rules])[0]
 
 
 def sample_batch(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    rules: Sequence[TokenRules | None] | None = None,
 ) -> list[int]:
     """`sample` for every row of `logits` [rows, vocab]; a row's token ignores the other rows."""
     rows = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
-    return [_choose(*row) for row in zip(rows, params, positions, strict=True)]
+    rules = [None] * len(rows) if rules is None else rules
+    return [_choose(*row) for row in zip(rows, params, positions, rules, strict=True)]
+
+
+def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """Log probabilities of a row [vocab], as the model gives them: no parameter changes them.
+
+    Of equally likely tokens the lower id comes first.
+    """
+    row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
+    best = row.max()
+    logprobs = row - (best + np.log(np.exp(row - best).sum()))
+    num_top = min(num_top, len(row))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        least = np.partition(logprobs, len(row) - num_top)[len(row) - num_top]
+        ids = np.flatnonzero(logprobs >= least)
+        ids = ids[np.argsort(-logprobs[ids], kind="stable")][:num_top]
+        top = tuple((int(i), float(logprobs[i])) for i in ids)
+    return TokenLogprobs(float(logprobs[token]), top)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -54,7 +81,9 @@ def uniform(seed: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _choose(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
+def _choose(
+    logits: NDArray[np.float32], params: SamplingParams, position: int, rules: TokenRules | None
+) -> int:
     _check(params)
     best = int(logits.argmax())  # the first NaN if there is one, else the first maximum
     if not math.isfinite(logits[best]):
@@ -63,11 +92,41 @@ def _choose(logits: NDArray[np.float32], params: SamplingParams, position: int) 
             f"cannot sample position {position}: the largest logit is {logits[best]}; "
             "the weights or the computation are broken, check them with `ripresa verify golden`",
         )
+    values = logits.astype(np.float64)
+    if params.logit_bias or params.banned_token_ids or rules is not None:
+        if rules is not None and rules.forced is not None:
+            return rules.forced
+        _change(values, params, rules or TokenRules())
+        best = int(values.argmax())
+        if values[best] == -math.inf:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"cannot sample position {position}: every token is forbidden; ask for fewer "
+                "`min_tokens`, or allow more tokens",
+            )
     if params.temperature == 0:
         return best
-    ids, cumulative = _kept(logits.astype(np.float64), params)
+    ids, cumulative = _kept(values, params)
     target = uniform(params.seed, position) * cumulative[-1]
     return int(ids[np.searchsorted(cumulative, target, side="right")])
+
+
+def _change(values: NDArray[np.float64], params: SamplingParams, rules: TokenRules) -> None:
+    """Bias, penalties and what is forbidden, in place; ids beyond the vocabulary are nobody's."""
+    for token_id, bias in params.logit_bias:
+        if token_id < len(values):
+            values[token_id] += bias
+    said = np.array([token_id for token_id, _ in rules.said], dtype=np.int64)
+    if params.repetition_penalty != 1:
+        seen = np.union1d(said, np.array(rules.prompt_ids, dtype=np.int64))
+        factor = params.repetition_penalty
+        values[seen] = np.where(values[seen] > 0, values[seen] / factor, values[seen] * factor)
+    if len(said):
+        counts = np.array([count for _, count in rules.said], dtype=np.float64)
+        values[said] -= params.frequency_penalty * counts + params.presence_penalty
+    for token_id in (*params.banned_token_ids, *rules.forbidden):
+        if token_id < len(values):
+            values[token_id] = -math.inf
 
 
 def _kept(
@@ -76,7 +135,7 @@ def _kept(
     """Token ids that may be drawn, most likely first, and the running sum of their weights.
 
     Of equally likely tokens the lower id comes first, and stays first when top-k or top-p cuts
-    between them. Top-k cuts before top-p, whose share is that of what top-k left.
+    between them. Top-k and min-p cut before top-p, whose share is that of what they left.
     """
     ids = np.arange(len(logits))
     k = len(logits) if params.top_k is None else min(params.top_k, len(logits))
@@ -86,6 +145,8 @@ def _kept(
     ids = ids[np.argsort(-logits[ids], kind="stable")][:k]
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf: weight 0
         weights = np.exp((logits[ids] - logits[ids[0]]) / params.temperature)
+    if params.min_p > 0:  # the likeliest has weight 1
+        weights = weights[: max(1, int((weights >= params.min_p).sum()))]
     cumulative = np.cumsum(weights)
     count = int(np.searchsorted(cumulative, params.top_p * cumulative[-1], side="left")) + 1
     return ids[:count], cumulative[:count]
@@ -100,3 +161,17 @@ def _check(params: SamplingParams) -> None:
         raise InvalidArgument("top_k", f"must be at least 1, not {params.top_k}")
     if not 0 < params.top_p <= 1:
         raise InvalidArgument("top_p", f"must be above 0 and at most 1, not {params.top_p}")
+    if not 0 <= params.min_p <= 1:
+        raise InvalidArgument("min_p", f"must be 0 to 1, not {params.min_p}")
+    if not 0 < params.repetition_penalty < math.inf:
+        raise InvalidArgument(
+            "repetition_penalty", f"must be above 0, not {params.repetition_penalty}"
+        )
+    changes = {
+        "presence_penalty": (params.presence_penalty,),
+        "frequency_penalty": (params.frequency_penalty,),
+        "logit_bias": tuple(bias for _, bias in params.logit_bias),
+    }
+    for field, numbers in changes.items():
+        if not all(map(math.isfinite, numbers)):
+            raise InvalidArgument(field, "must be finite")

@@ -12,6 +12,7 @@ from ripresa.workers.prompt_plan import PromptPlan
 from ripresa.workers.replay import Recipe
 from ripresa.workers.replay_plan import EncoderPass
 from ripresa.workers.request import GenerationRequest, WorkCounters
+from ripresa.workers.token_history import TokenHistory
 
 
 class SequenceStatus(StrEnum):
@@ -40,12 +41,14 @@ class Sequence:
 
     Args:
         plan: how its encoder rows are computed here; None if they come by transfer.
+        eos_token_id: the model's end of sentence; None for none.
 
     Attributes:
         request: what was asked.
         pages: blocks and slot.
         is_inbound: the encoder's rows come by transfer; only decoder rows are computed here.
         sampling: the request's, with the recipe's seed.
+        history: what of its tokens decides the next one.
         token_ids: prompt and every token sampled so far.
         position: the next row: of the encoder half, or of the tail if `is_inbound`.
         committed: positions below it have been computed here, or have arrived.
@@ -59,6 +62,7 @@ class Sequence:
         "_status",
         "committed",
         "counters",
+        "history",
         "is_inbound",
         "pages",
         "position",
@@ -68,13 +72,20 @@ class Sequence:
     )
 
     def __init__(
-        self, request: GenerationRequest, pages: BlockTable, plan: PromptPlan | None
+        self,
+        request: GenerationRequest,
+        pages: BlockTable,
+        plan: PromptPlan | None,
+        eos_token_id: int | None = None,
     ) -> None:
         self.request = request
         self.pages = pages
         self.is_inbound = plan is None
         self.sampling = request.sampling
         self.token_ids = list(request.token_ids)
+        self.history = TokenHistory(
+            request.sampling, request.token_ids, request.num_prompt_tokens, eos_token_id
+        )
         self.position = 0
         self.committed = 0
         self.counters = WorkCounters()
@@ -132,6 +143,11 @@ class Sequence:
         later = self._passes[self._pass_number + 1 :]
         now = self.encoder_pass.stop - self.position if self._passes else 0
         return max(0, now) + sum(rows.stop - rows.start for rows in later)
+
+    def append(self, token_id: int) -> None:
+        """A token was sampled."""
+        self.token_ids.append(token_id)
+        self.history.add(token_id)
 
     def advance(self, position: int) -> None:
         """Rows up to `position` are computed; a pass that ends there makes way for the next."""

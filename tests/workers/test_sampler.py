@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.request import SamplingParams
-from ripresa.workers.sampler import sample, sample_batch, uniform
+from ripresa.workers.sampler import logprobs_of, sample, sample_batch, uniform
+from ripresa.workers.token_history import TokenRules
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
 PLAIN = SamplingParams(max_tokens=1)
@@ -225,3 +226,137 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
 def test_rows_parameters_and_positions_must_match() -> None:
     with pytest.raises(ValueError, match="zip"):
         sample_batch(torch.zeros(3, 4), [PLAIN] * 2, [0, 1, 2])
+
+
+def changed(logits: list[float], params: SamplingParams, rules: TokenRules) -> list[float]:
+    """The logits after bias, penalties and bans, written out from the definitions."""
+    values = list(logits)
+    for token_id, bias in params.logit_bias:
+        values[token_id] += bias
+    said = dict(rules.said)
+    for token_id in range(len(values)):
+        if token_id in said or token_id in rules.prompt_ids:
+            factor = params.repetition_penalty
+            values[token_id] *= 1 / factor if values[token_id] > 0 else factor
+        if token_id in said:
+            values[token_id] -= params.frequency_penalty * said[token_id]
+            values[token_id] -= params.presence_penalty
+    for token_id in (*params.banned_token_ids, *rules.forbidden):
+        values[token_id] = -math.inf
+    return values
+
+
+_small_ids = st.integers(0, 9)
+
+
+@given(
+    st.lists(st.floats(-9, 9, width=32), min_size=10, max_size=10),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.just(1),
+        temperature=st.sampled_from([0.0, 0.7, 1.5]),
+        min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        top_k=st.sampled_from([None, 4]),
+        top_p=st.sampled_from([1.0, 0.8]),
+        presence_penalty=st.floats(-2, 2, width=32),
+        frequency_penalty=st.floats(-2, 2, width=32),
+        repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
+        logit_bias=st.dictionaries(_small_ids, st.floats(-100, 100, width=32), max_size=3).map(
+            lambda biases: tuple(biases.items())
+        ),
+        banned_token_ids=st.lists(_small_ids, max_size=3).map(tuple),
+    ),
+    st.builds(
+        TokenRules,
+        prompt_ids=st.lists(_small_ids, max_size=4, unique=True).map(tuple),
+        said=st.dictionaries(_small_ids, st.integers(1, 5), max_size=4).map(
+            lambda counts: tuple(counts.items())
+        ),
+        forbidden=st.lists(_small_ids, max_size=3).map(tuple),
+    ),
+    st.integers(0, 1000),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_parameter_against_the_definitions(
+    logits: list[float], params: SamplingParams, rules: TokenRules, position: int
+) -> None:
+    values = changed(logits, params, rules)
+    best = max(values)
+    token = sample(torch.tensor(logits), params, position, rules)
+    assert values[token] > -math.inf
+    if params.temperature == 0:
+        assert values[token] >= best - 1e-9
+        return
+    # Rounding may move the end of a cut by one token, so the bounds give way a little.
+    likely = [math.exp((value - best) / params.temperature) for value in values]
+    assert likely[token] >= params.min_p * (1 - 1e-9)
+    better = [i for i, share in enumerate(likely) if share > likely[token] * (1 + 1e-9)]
+    assert params.top_k is None or len(better) < params.top_k
+    kept = sorted((s for s in likely if s >= params.min_p), reverse=True)[: params.top_k]
+    assert sum(likely[i] for i in better) <= params.top_p * sum(kept) * (1 + 1e-9)
+
+
+def test_min_p_keeps_a_share_of_the_likeliest() -> None:
+    params = replace(PLAIN, seed=5, min_p=0.4)
+    best = max(LOGITS)
+    kept = {i for i, x in enumerate(LOGITS) if math.exp(x - best) >= 0.4}
+    expected = {i: math.exp(LOGITS[i]) for i in kept}
+    total = sum(expected.values())
+    counts = draw(LOGITS, params, NUM_DRAWS)
+    assert chi_square(counts, {i: p / total for i, p in expected.items()}) < 20
+    assert set(draw(LOGITS, replace(PLAIN, min_p=1.0))) == {2, 6}
+
+
+def test_penalties_and_bias_change_the_greedy_choice() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+    said = TokenRules(said=((1, 2),))
+    assert sample(logits, GREEDY, 0, said) == 1
+    assert sample(logits, replace(GREEDY, presence_penalty=1.5), 0, said) == 2
+    assert sample(logits, replace(GREEDY, frequency_penalty=0.6), 0, said) == 2
+    assert sample(logits, replace(GREEDY, repetition_penalty=2), 0, said) == 2
+    asked = TokenRules(prompt_ids=(1,))
+    assert sample(logits, replace(GREEDY, repetition_penalty=2), 0, asked) == 2
+    assert sample(logits, replace(GREEDY, presence_penalty=1.5), 0, asked) == 1
+    assert sample(logits, replace(GREEDY, logit_bias=((3, 5.0),)), 0) == 3
+    assert sample(logits, replace(GREEDY, banned_token_ids=(1, 2)), 0) == 0
+
+
+def test_a_forced_token_comes_whatever_is_likely() -> None:
+    for params in (GREEDY, PLAIN, replace(GREEDY, banned_token_ids=(3,))):
+        assert sample(torch.tensor(LOGITS), params, 4, TokenRules(forced=3)) == 3
+
+
+def test_nothing_left_to_choose_is_told() -> None:
+    params = replace(PLAIN, banned_token_ids=(0,))
+    with pytest.raises(RipresaError, match="every token is forbidden"):
+        sample(torch.zeros(2), params, 0, TokenRules(forbidden=(1,)))
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = torch.tensor(LOGITS)
+    expected = torch.log_softmax(logits.double(), 0).tolist()
+    found = logprobs_of(logits, 4, 3)
+    assert found.chosen == pytest.approx(expected[4])
+    # Equal ones in the order of their ids.
+    assert [token_id for token_id, _ in found.top] == [2, 6, 4]
+    assert [p for _, p in found.top] == pytest.approx([expected[i] for i in (2, 6, 4)])
+    assert logprobs_of(logits, 4, 0).top == ()
+    everything = logprobs_of(logits, 0, 99).top
+    assert sum(math.exp(p) for _, p in everything) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", math.inf),
+        ("logit_bias", ((1, math.nan),)),
+    ],
+)
+def test_changes_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        sample(torch.zeros(4), replace(PLAIN, **{field: value}), 0)
+    assert caught.value.field == field

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ripresa.workers.replay_query import ReplayGeometry
+from ripresa.workers.request import TokenLogprobs
 from ripresa.workers.scheduling.step_plan import StepPlan
 
 
@@ -37,6 +38,7 @@ class StepOutput:
 
     Attributes:
         sampled: the chosen next token.
+        logprobs: of the chosen token, for sequences that ask for them.
         encoder_output: rows at or above the sequence's `hand_over_from`.
         logits: [decoder rows, vocab] float32 where they were asked for.
         windows: encoder windows by slot and boundary, uint8, as `import_window` takes them.
@@ -44,6 +46,7 @@ class StepOutput:
     """
 
     sampled: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
     windows: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)

@@ -83,4 +83,5 @@ def _step(
         inbound=inbound,
         hand_over_from=hand_over_from,
         sampling=sequence.sampling if samples else None,
+        rules=sequence.history.rules() if samples else None,
     )

@@ -18,7 +18,12 @@ from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.prompt_plan import PromptPlan
-from ripresa.workers.request import FinishReason, GenerationRequest, WorkCounters
+from ripresa.workers.request import (
+    FinishReason,
+    GenerationRequest,
+    TokenLogprobs,
+    WorkCounters,
+)
 from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
 from ripresa.workers.scheduling.batch import decode_row, encoder_chunk, local_chunk, tail_chunk
 from ripresa.workers.scheduling.budget import check_budget, chunk_stop, prefill_rows
@@ -62,6 +67,7 @@ class Progress:
         token_position: the position of `token`.
         finish: why the sequence is over; None if it goes on.
         stop_token_id: the token that ended it, for `FinishReason.STOP`.
+        logprobs: of `token`, if they were asked for.
     """
 
     sequence: Sequence
@@ -71,6 +77,7 @@ class Progress:
     token_position: int | None = None
     finish: FinishReason | None = None
     stop_token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class Scheduler:
@@ -162,7 +169,7 @@ class Scheduler:
         self.check(request)
         chain = chain if plan is None else plan.chain
         pages = self._pages.reserve(self._positions(request), chain)
-        sequence = Sequence(request, pages, plan)
+        sequence = Sequence(request, pages, plan, self._limits.eos_token_id)
         self._waiting[pages.slot] = sequence
         return sequence
 
@@ -317,7 +324,7 @@ class Scheduler:
                 self._requeue(sequence, SequenceStatus.DONE)
             return Progress(sequence, step, is_prefill_done)
         position = sequence.num_tokens
-        sequence.token_ids.append(token)
+        sequence.append(token)
         finish = self._finish(sequence, token)
         if finish is not None:
             self._requeue(sequence, SequenceStatus.DONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ripresa.workers.request import SamplingParams
+from ripresa.workers.token_history import TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class SequenceStep:
         inbound: decoder rows start from handed-over encoder output.
         hand_over_from: encoder output of rows at or above it leaves the step; None for none.
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.
+        rules: what the sequence's earlier tokens say about that token; None for nothing.
         return_logits: all decoder rows' logits leave the step (verification).
         cut_windows: boundaries X in (encoder_start, encoder_stop] whose encoder window, the rows
             of positions [X-W, X), leaves the step.
@@ -51,6 +53,7 @@ class SequenceStep:
     inbound: bool = False
     hand_over_from: int | None = None
     sampling: SamplingParams | None = None
+    rules: TokenRules | None = None
     return_logits: bool = False
     cut_windows: tuple[int, ...] = ()
 
