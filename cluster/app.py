@@ -29,7 +29,7 @@ from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.client import Began, Client, Ended, Piece
 from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
-from ripresa.cluster.gateway.validation import ServedModel
+from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.progress import progress
 from ripresa.cluster.routing.handles import TargetRouter
 from ripresa.workers.cache.cache_events import unheard

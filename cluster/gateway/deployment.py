@@ -14,9 +14,9 @@ from ray.serve.handle import DeploymentHandle
 from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
+from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
 from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints

@@ -7,27 +7,28 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ripresa.cluster.gateway.responses import Responses, build
-from ripresa.cluster.gateway.status import RequestError
-from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import (
+from ripresa.cluster.gateway.responses import Responses
+from ripresa.cluster.gateway.run import Run
+from ripresa.cluster.gateway.served_model import (
     ServedModel,
     check_model,
-    check_request_id,
     check_text_fits,
     check_token_ids,
-    read_prompt,
 )
-from ripresa.cluster.observability.metrics import GatewayMetrics, RequestRecord, RequestState
-from ripresa.cluster.routing.prompt import Placed, Planned, Router, RouterEvent
+from ripresa.cluster.gateway.status import RequestError
+from ripresa.cluster.gateway.stream_facts import StreamFacts, build
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import Arrival, check_request_id, read_prompts
+from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, Router
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
-from ripresa.workers.replay import Recipe, TailVariant
+from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import Finished, Tokens
 
 T = TypeVar("T")
@@ -89,12 +90,13 @@ class InferenceService:
         self._clock = clock
         # Its own threads: a queue of long texts holds up nobody else in this process.
         self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}
         self._draining = False
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Choices of running requests."""
+        return sum(self._running.values())
 
     def explain(self, request_id: str) -> list[str]:
         """How a request was placed, in lines for a reader.
@@ -125,50 +127,30 @@ class InferenceService:
             RipresaError: the request is refused or failed; nothing follows.
         """
         received = self._clock()
-        late_from = expiry(time.time(), call.deadline)
-        read = partial(
-            read_prompt,
-            request,
-            self._model,
-            self._tokenizer,
-            request_id=call.request_id,
-            deadline=call.deadline,
-            default_tail=self._default_tail,
-        )
-        try:
-            prompt = await self._off_loop(read, call)
-            self._admit(prompt.request_id)
-        except RipresaError as error:
-            self.metrics.request_rejected(error.code)
-            raise
-        responses = Responses(
-            prompt,
-            self._model,
-            self._tokenizer,
-            return_token_ids=request.return_token_ids,
-            clock=self._clock,
-            received=received,
-        )
-        record = self.metrics.request_started(len(prompt.token_ids))
-        try:
-            async with (
-                aclosing(self._router.generate(prompt)) as events,
-                aclosing(self._stream(events, responses, record)) as stream,
-            ):
+        arrival = Arrival(call.request_id, call.deadline, self._default_tail)
+        read = partial(read_prompts, request, self._model, self._tokenizer, arrival)
+        async with self._running_request(read, call) as (prompts, run):
+            facts = StreamFacts(
+                prompts, self._model, self._tokenizer, clock=self._clock, received=received
+            )
+            responses = Responses(
+                facts,
+                prompts,
+                self._tokenizer,
+                stop=request.sampling.stop,
+                return_token_ids=request.return_token_ids,
+            )
+            async with aclosing(_stream(run, facts, responses)) as stream:
                 async for response in stream:
                     yield response
-        except BaseException as error:
-            if record.state is not RequestState.ENDED:
-                record.failed(_outcome(error, late_from))
-            raise
-        finally:
-            self._running.discard(prompt.request_id)
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id", "name the request to end")
         check_request_id(request.request_id, "request_id")
-        return pb.AbortResponse(found=await self._router.abort(request.request_id))
+        first = request.request_id
+        # The failure of one choice ends the others.
+        return pb.AbortResponse(found=await self._router.abort(first))
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         check_model(request.model, self._model, "model")
@@ -214,10 +196,6 @@ class InferenceService:
             model.eos_token_id = self._model.eos_token_id
         return pb.ListModelsResponse(models=[model])
 
-    def _planned(self, record: RequestRecord, event: Placed | Planned, recipe: Recipe) -> None:
-        num_from_peers = event.prefix.tokens_from_peers(recipe.start, self._window)
-        record.planned(recipe, num_from_peers, event.hit_error_tokens)
-
     async def _off_loop(self, work: Callable[[], T], call: Call) -> T:
         """Run tokenizer work on its own threads: it takes longer than a token of a stream.
 
@@ -237,7 +215,29 @@ class InferenceService:
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
 
-    def _admit(self, request_id: str) -> None:
+    @asynccontextmanager
+    async def _running_request(
+        self, read: Callable[[], tuple[PromptRequest, ...]], call: Call
+    ) -> AsyncGenerator[tuple[tuple[PromptRequest, ...], Run]]:
+        """Read a request off the loop, admit it, and count whatever becomes of it."""
+        late_from = expiry(time.time(), call.deadline)
+        try:
+            prompts = await self._off_loop(read, call)
+            self._admit(prompts)
+        except RipresaError as error:
+            self.metrics.request_rejected(error.code)
+            raise
+        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend)
+        try:
+            yield prompts, run
+        except BaseException as error:
+            run.fail(_outcome(error, late_from))
+            raise
+        finally:
+            del self._running[prompts[0].request_id]
+
+    def _admit(self, prompts: tuple[PromptRequest, ...]) -> None:
+        request_id = prompts[0].request_id
         if request_id in self._running:
             raise RequestError(
                 ErrorCode.ALREADY_EXISTS,
@@ -245,46 +245,42 @@ class InferenceService:
                 "a request with this id is running; use another id or none",
                 field="options.request_id",
             )
-        if len(self._running) >= self._max_running:
+        if self.num_running + len(prompts) > self._max_running:
             raise RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
-                f"{self._max_running} requests are running (gateway.max_running); try again",
+                f"{self.num_running} requests are running and {self._max_running} may "
+                "(gateway.max_running; each choice counts); try again",
                 retry_after_s=1.0,
             )
-        self._running.add(request_id)
+        self._running[request_id] = len(prompts)
 
-    async def _stream(
-        self,
-        events: AsyncGenerator[RouterEvent],
-        responses: Responses,
-        record: RequestRecord,
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        backend: str | None = None
-        async for event in events:
+
+async def _stream(
+    run: Run, facts: StreamFacts, responses: Responses
+) -> AsyncGenerator[pb.GenerateResponse]:
+    async with aclosing(run.events()) as events:
+        async for choice, event in events:
             match event:
-                case Placed():
-                    record.running()
-                    backend = self._transfer_backend if event.encoder_id is not None else None
-                    responses.placed(event)
+                case Placed() if choice == 0:
+                    facts.placed(event)
                     if event.recipe is not None:
-                        self._planned(record, event, event.recipe)
-                        yield responses.started(event.recipe)
-                case Planned():
-                    self._planned(record, event, event.recipe)
-                    yield responses.started(event.recipe)
+                        facts.planned(event.recipe)
+                        yield responses.started()
+                case Planned() if choice == 0:
+                    facts.planned(event.recipe)
+                    yield responses.started()
                 case Tokens():
-                    record.delta(len(event.token_ids))
-                    delta = responses.delta(event)
+                    delta = responses.delta(choice, event)
                     if delta is not None:
                         yield delta
+                    if responses.is_stopped(choice):
+                        run.stop(choice)
+                        for response in responses.stopped(choice):
+                            yield response
                 case Finished():
-                    last = responses.finished(event)
-                    record.finished(event.reason, event.counters, backend=backend)
-                    for response in last:
+                    for response in responses.finished(choice, event):
                         yield response
-                    return
-        raise RipresaError(ErrorCode.INTERNAL, "the router's stream ended without a finish")
 
 
 def expiry(now: float, deadline: float | None) -> float:

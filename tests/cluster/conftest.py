@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
+from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import ServedModel
 
 SPECIALS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>")
 CORPUS = ("the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 ok?", "0 1 2 3 4")

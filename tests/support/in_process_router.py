@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import cold_recipe
-from ripresa.workers.request import Finished, FinishReason, Tokens, WorkCounters
+from ripresa.workers.request import (
+    Finished,
+    FinishReason,
+    TokenLogprobs,
+    Tokens,
+    WorkCounters,
+)
 
 
 @dataclass
@@ -20,6 +26,7 @@ class InProcessRouter:
         script: the ids that are repeated until `max_tokens`, a stop id or the end of sentence.
         batch: tokens an event.
         hold: while it is clear, a stream waits before each event after the first token.
+        hold_prefill: the same before the first token.
         failure: raised once one token was streamed.
         refusals: raised instead of a placement, one a request, first to last.
         seen: prompts that arrived; open: requests that are not closed yet.
@@ -28,6 +35,7 @@ class InProcessRouter:
     script: tuple[int, ...] = (40, 41, 42, 43)
     batch: int = 1
     hold: asyncio.Event = field(default_factory=asyncio.Event)
+    hold_prefill: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     refusals: list[Exception] = field(default_factory=list)
     is_ready: bool = True
@@ -39,6 +47,7 @@ class InProcessRouter:
 
     def __post_init__(self) -> None:
         self.hold.set()
+        self.hold_prefill.set()
         self.all_closed.set()
 
     async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
@@ -59,6 +68,7 @@ class InProcessRouter:
             raise self.refusals.pop(0)
         recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed)
         yield Placed("decode-0", self.encoder_id, recipe, "the only one")
+        await self.hold_prefill.wait()
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})
         done, stop = 0, None
         while done < sampling.max_tokens and stop is None:
@@ -68,7 +78,7 @@ class InProcessRouter:
                 if token_id in stops:
                     ids, stop = ids[: place + 1], token_id
                     break
-            yield Tokens(num_prompt + done, ids)
+            yield Tokens(num_prompt + done, ids, _logprobs(ids, sampling.logprobs))
             done += len(ids)
             if self.failure is not None:
                 raise self.failure
@@ -92,3 +102,11 @@ class InProcessRouter:
 
     async def ready(self) -> bool:
         return self.is_ready
+
+
+def _logprobs(ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Token k has the log probability -k/100, and the lowest ids are the likeliest."""
+    if num_top is None:
+        return ()
+    top = tuple((token_id, -token_id / 100) for token_id in range(num_top))
+    return tuple(TokenLogprobs(-token_id / 100, top) for token_id in ids)

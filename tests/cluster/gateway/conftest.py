@@ -9,9 +9,9 @@ import pytest
 from in_process_router import InProcessRouter
 
 from ripresa.cluster.gateway.grpc_server import GrpcServer
+from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.protos import ripresa_pb2_grpc
 

@@ -10,8 +10,8 @@ import pytest
 from gateway_thread import GatewayThread, gateway_thread
 
 from ripresa.cluster.gateway.client import Began, Client, Ended, Piece
+from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import ServedModel
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
 
 
