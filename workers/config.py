@@ -123,20 +123,33 @@ class TransferConfig:
         max_section_blocks: most KV blocks that an encoder worker sends in one section.
         hand_over_timeout_s: how long a decode worker keeps the pages of a request for which no
             transfer is under way, in seconds.
+        pull_timeout_s: longest time in which nothing comes of what is pulled from a peer's cache,
+            in seconds; then it is pulled from another one, or computed.
+        follow_timeout_s: the same for blocks that a peer is computing.
+        max_pulls_served: pulls that a worker answers at once; more are refused.
     """
 
     max_section_blocks: int = 16
     hand_over_timeout_s: float = 60.0
+    pull_timeout_s: float = 2.0
+    follow_timeout_s: float = 10.0
+    max_pulls_served: int = 64
 
     def __post_init__(self) -> None:
         if self.max_section_blocks < 1:
             raise ConfigError(
                 "engine.transfer.max_section_blocks", f"{self.max_section_blocks} is below 1"
             )
-        if self.hand_over_timeout_s <= 0:
-            raise ConfigError(
-                "engine.transfer.hand_over_timeout_s", f"{self.hand_over_timeout_s} is not above 0"
-            )
+        for name in (
+            "hand_over_timeout_s",
+            "pull_timeout_s",
+            "follow_timeout_s",
+            "max_pulls_served",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"engine.transfer.{name}", f"{getattr(self, name)} is not above 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)

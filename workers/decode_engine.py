@@ -17,8 +17,11 @@ from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
+from ripresa.workers.prefix_exchange import PrefixExchange
+from ripresa.workers.prefix_pulls import PeerAccess
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import (
+    Bringing,
     EngineEvent,
     EngineStats,
     Failed,
@@ -85,6 +88,7 @@ class DecodeEngine:
         config: the engine's settings.
         clock: seconds since the epoch.
         listener: hears of what the cache holds.
+        peers: the way to other workers' caches; None for a worker that reaches none.
     """
 
     def __init__(
@@ -94,11 +98,12 @@ class DecodeEngine:
         config: EngineConfig,
         clock: Callable[[], float] = time.time,
         listener: CacheListener | None = None,
+        peers: PeerAccess | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
-        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock, listener)
+        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock, listener, peers)
         self._streams: dict[Job, _Stream] = {}
 
     async def start(self) -> None:
@@ -114,7 +119,8 @@ class DecodeEngine:
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
-        RecipeFixed comes before PrefillDone if Reserved has no recipe.
+        Bringing comes first if the request names sources; RecipeFixed comes before PrefillDone if
+        Reserved has no recipe.
 
         Closing the iterator, or cancelling the task that reads it, ends the work within a step.
         A stop token is not in any Tokens event; Finished names it and counts it.
@@ -126,6 +132,8 @@ class DecodeEngine:
             RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
         """
         stream = _Stream()
+        if request.sources:
+            yield Bringing(self._worker_id)
         job = await self._core.admit(request, stream, is_inbound=not local)
         self._streams[job] = stream
         try:
@@ -134,7 +142,7 @@ class DecodeEngine:
             else:
                 self._core.wait_at_most(job, self._hand_over_timeout_s)
             recipe = job.sequence.recipe if job.sequence.is_fixed else None
-            yield Reserved(self._worker_id, local, recipe)
+            yield Reserved(self._worker_id, local, recipe, job.outcome)
             while True:
                 event = await stream.events.get()
                 yield event
@@ -146,11 +154,12 @@ class DecodeEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request with CANCELLED; False if it does not run here."""
-        job = self._core.find(request_id)
-        if job is None:
-            return False
-        self._core.fail(job, RipresaError(ErrorCode.CANCELLED, "the request was aborted"))
-        return True
+        return self._core.abort(request_id)
+
+    @property
+    def exchange(self) -> PrefixExchange:
+        """What the worker exchanges with its peers' caches."""
+        return self._core.exchange
 
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""
@@ -199,7 +208,7 @@ class DecodeEngine:
         was_fixed = job.sequence.is_fixed
         num_held = self._core.fix(job, manifest.recipe)
         if not was_fixed:
-            stream.events.put_nowait(RecipeFixed(manifest.recipe))
+            stream.events.put_nowait(RecipeFixed(manifest.recipe, manifest.prefix))
         if manifest.first_block > num_held:
             raise _refused(
                 f"it starts at block {manifest.first_block}; {num_held} blocks are held here"
@@ -256,6 +265,8 @@ class DecodeEngine:
                 payload,
             )
         inbound.stored(section, output)
+        if section.kind is SectionKind.BLOCKS:
+            self._core.arrived(job, section.last_block)
         self._core.count_transfer(section.num_bytes)
 
     def complete(self, manifest: Manifest) -> None:

@@ -9,17 +9,18 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from ripresa.workers.address import WorkerKind
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
+from ripresa.workers.remote_peers import RemotePeers
 from ripresa.workers.remote_worker import own_identity, report_to, require_target
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
 from ripresa.workers.transfer.base import Accept, ControlMessage
-from ripresa.workers.transfer.inbound import InboundTransfers
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
+from ripresa.workers.worker_transfers import WorkerTransfers
 
 
 class DecodeWorker:
@@ -40,11 +41,20 @@ class DecodeWorker:
         self._worker_id, self._node_id = own_identity()
         self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ALL)
-        self._engine = DecodeEngine(
-            self._worker_id, self._runner, settings.engine, listener=self._announcer
+        self._transfers = WorkerTransfers(
+            WorkerAddress(self._worker_id, WorkerKind.DECODE),
+            RemotePeers().resolve,
+            start_transport(settings),
+            settings.lanes,
         )
-        transport = start_transport(settings)
-        self._transfers = InboundTransfers(self._engine, transport, settings.lanes)
+        self._engine = DecodeEngine(
+            self._worker_id,
+            self._runner,
+            settings.engine,
+            listener=self._announcer,
+            peers=self._transfers.peers,
+        )
+        self._transfers.receive(self._engine.exchange, self._engine)
         await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(
@@ -62,7 +72,7 @@ class DecodeWorker:
                 yield event
 
     async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
-        """Take one message of an inbound transfer."""
+        """Take one message of a transfer."""
         require_target(self._worker_id, worker_id)
         return await self._transfers.deliver(message)
 

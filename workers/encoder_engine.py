@@ -17,12 +17,15 @@ from dataclasses import replace
 
 import torch
 
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import CacheListener
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
+from ripresa.workers.prefix_exchange import PrefixExchange
+from ripresa.workers.prefix_pulls import PeerAccess
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
@@ -84,6 +87,7 @@ class EncoderEngine:
         config: the engine's settings.
         clock: seconds since the epoch.
         listener: hears of what the cache holds.
+        peers: the way to other workers' caches; None for a worker that reaches none.
     """
 
     def __init__(
@@ -94,12 +98,13 @@ class EncoderEngine:
         config: EngineConfig,
         clock: Callable[[], float] = time.time,
         listener: CacheListener | None = None,
+        peers: PeerAccess | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._backend = backend
         self._max_section_blocks = config.transfer.max_section_blocks
-        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock, listener)
+        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock, listener, peers)
 
     async def start(self) -> None:
         """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""
@@ -134,11 +139,12 @@ class EncoderEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a prefill with CANCELLED; False if it does not run here."""
-        job = self._core.find(request_id)
-        if job is None:
-            return False
-        self._core.fail(job, RipresaError(ErrorCode.CANCELLED, "the prefill was aborted"))
-        return True
+        return self._core.abort(request_id)
+
+    @property
+    def exchange(self) -> PrefixExchange:
+        """What the worker exchanges with its peers' caches."""
+        return self._core.exchange
 
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""
@@ -162,8 +168,10 @@ class EncoderEngine:
             num_tokens=request.num_tokens,
             first_block=0,
             recipe=job.sequence.recipe,
+            prefix=job.outcome,
         )
-        transfer = await self._backend.offer(receiver, manifest)
+        decoder = WorkerAddress(receiver, WorkerKind.DECODE)
+        transfer = await self._backend.offer(decoder, manifest)
         try:
             self._core.begin(job)
             num_sections = await self._send_blocks(job, prompt, transfer)

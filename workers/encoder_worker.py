@@ -7,24 +7,18 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from ripresa.workers.address import WorkerKind
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
-from ripresa.workers.remote_worker import (
-    TARGET,
-    direct,
-    failures,
-    own_identity,
-    report_to,
-    require_target,
-)
+from ripresa.workers.remote_peers import RemotePeers
+from ripresa.workers.remote_worker import own_identity, report_to, require_target
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import GenerationRequest, WorkCounters
 from ripresa.workers.transfer.base import Accept, ControlMessage
-from ripresa.workers.transfer.outbound import OutboundTransfers
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
+from ripresa.workers.worker_transfers import WorkerTransfers
 
 
 class EncoderWorker:
@@ -47,20 +41,21 @@ class EncoderWorker:
         self._worker_id, self._node_id = own_identity()
         self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ENCODER)
-        transport = start_transport(settings)
-        self._transfers = OutboundTransfers(
-            self._worker_id,
-            lambda worker_id: _RemotePeer(decoders, worker_id),
-            transport,
+        self._transfers = WorkerTransfers(
+            WorkerAddress(self._worker_id, WorkerKind.ENCODER),
+            RemotePeers({WorkerKind.DECODE: decoders}).resolve,
+            start_transport(settings),
             settings.lanes,
         )
         self._engine = EncoderEngine(
             self._worker_id,
             self._runner,
-            self._transfers,
+            self._transfers.outbound,
             settings.engine,
             listener=self._announcer,
+            peers=self._transfers.peers,
         )
+        self._transfers.receive(self._engine.exchange)
         await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(
@@ -74,6 +69,11 @@ class EncoderWorker:
         """See `EncoderEngine.prefill`."""
         require_target(self._worker_id, worker_id)
         return await self._engine.prefill(request, receiver)
+
+    async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
+        """Take one message of a transfer."""
+        require_target(self._worker_id, worker_id)
+        return await self._transfers.deliver(message)
 
     async def report(self, *, worker_id: str) -> WorkerReport:
         """This worker's report, now."""
@@ -106,18 +106,3 @@ class EncoderWorker:
             window_bytes=layout.window_bytes(layout.window, layout.split),
             hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),
         )
-
-
-class _RemotePeer:
-    """The control way to a decode worker's inbound transfers; implements `Peer`."""
-
-    def __init__(self, handle: DeploymentHandle[Any], worker_id: str) -> None:
-        self._handle = direct(handle)
-        self._worker_id = worker_id
-
-    async def deliver(self, message: ControlMessage) -> Accept | None:
-        async with failures(f"decode worker {self._worker_id}"):
-            answer: Accept | None = await self._handle.deliver.remote(
-                message, **{TARGET: self._worker_id}
-            )
-            return answer

@@ -13,28 +13,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from ripresa.workers.cache.block_cache import BlockCache
+from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Tier, Unheard
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
-from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import (
+    ConfigError,
+    ErrorCode,
+    ResourceExhausted,
+    RipresaError,
+    Unavailable,
+)
 from ripresa.workers.job import Job, Listener
 from ripresa.workers.models.base import ModelRunner, StepOutput
-from ripresa.workers.prefix_cache import PrefixCache
+from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
+from ripresa.workers.prefix_exchange import PrefixExchange
+from ripresa.workers.prefix_pulls import PeerAccess
+from ripresa.workers.prefix_supply import PrefixHold
 from ripresa.workers.replay import Recipe
 from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
 from ripresa.workers.scheduling.admission import check_recipe
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.scheduling.step_rates import StepRates
+from ripresa.workers.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +65,7 @@ class EngineCore:
         config: the engine's settings.
         clock: seconds since the epoch, as request deadlines are.
         listener: hears of what the cache holds, and of claims that this worker computes for.
+        peers: the way to other workers' caches; None for a worker that reaches none.
 
     A step that raises fails its requests with INTERNAL. The engine lives on, unless the runner
     raises `Unavailable`: then it can run no further step, and everything fails with that error.
@@ -64,6 +78,7 @@ class EngineCore:
         config: EngineConfig,
         clock: Callable[[], float],
         listener: CacheListener | None = None,
+        peers: PeerAccess | None = None,
     ) -> None:
         if config.max_num_seqs > runner.num_slots:
             raise ConfigError(
@@ -101,6 +116,16 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             eos_token_id=runner.eos_token_id,
         )
+        self.exchange = PrefixExchange(
+            self._prefixes,
+            self._pages,
+            runner,
+            config.transfer,
+            clock,
+            live=self,
+            peers=peers,
+            places=() if self._disk is None else (self._disk,),
+        )
         self._role = role
         self._scheduler = Scheduler(role, self._pages, limits)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
@@ -128,6 +153,7 @@ class EngineCore:
             await self._task
         for job in tuple(self._by_slot.values()):
             await job.released.wait()
+        await self.exchange.close(Unavailable("the worker is stopping; retry on another one"))
         await asyncio.to_thread(self._thread.shutdown)
         if self._disk is not None:
             await self._disk.close()
@@ -135,22 +161,49 @@ class EngineCore:
     async def admit(
         self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
     ) -> Job:
-        """Adopt what is cached, reserve the other pages; nothing is computed before `begin`.
+        """Bring and adopt what is cached, reserve the other pages.
+
+        Nothing is computed before `begin`.
 
         Raises:
             RipresaError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE (not running),
-                DEADLINE_EXCEEDED, or ALREADY_EXISTS if the same id runs here and its generation
-                is not lower. A lower one is failed, and its pages are free when this goes on.
+                DEADLINE_EXCEEDED, CANCELLED, or ALREADY_EXISTS if the same id runs here and its
+                generation is not lower. A lower one is failed, and its pages are free when this
+                goes on.
         """
+        await self._make_way(request)
+        prefix = self._prefixes.open(request)
+        num_blocks = self._scheduler.num_needed_blocks(request)
+        async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
+            await self._make_way(request, hold)
+            try:
+                sequence = self._add(request, prefix, is_inbound)
+            except ResourceExhausted:
+                # What was brought in vain may hold the pages that are missing.
+                hold.let_go()
+                sequence = self._add(request, prefix, is_inbound)
+        job = Job(sequence, prefix, listener, hold.outcome)
+        self._by_slot[job.sequence.pages.slot] = job
+        self._by_id[request.request_id] = job
+        if request.claim is not None and not is_inbound and prefix.hashes:
+            self._listener.lead(request.claim, prefix.hashes)
+        return job
+
+    async def _make_way(self, request: GenerationRequest, hold: PrefixHold | None = None) -> None:
+        """Return when the request may be admitted; raises as `admit` does."""
         while True:
+            if hold is not None and hold.error is not None:
+                raise hold.error
             if self._refusal is not None:
                 raise Unavailable(self._refusal)
             self._scheduler.check(request)
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise _deadline_exceeded()
-            old = self._by_id.get(request.request_id)
+            old: Job | PrefixHold | None = self._by_id.get(request.request_id)
             if old is None:
-                break
+                old = self.exchange.supply.holding(request.request_id)
+            if old is hold or old is None:
+                return
             if old.request.generation >= request.generation:
                 raise RipresaError(
                     ErrorCode.ALREADY_EXISTS,
@@ -158,9 +211,16 @@ class EngineCore:
                     f"{old.request.generation}; use a new id, or a higher generation to replace it",
                     field="request_id",
                 )
-            self.fail(old, RipresaError(ErrorCode.CANCELLED, "replaced by a newer execution"))
-            await old.released.wait()
-        prefix = self._prefixes.open(request)
+            replaced = RipresaError(ErrorCode.CANCELLED, "replaced by a newer execution")
+            if isinstance(old, Job):
+                self.fail(old, replaced)
+                await old.released.wait()
+            else:
+                old.abort(replaced)
+                await old.ended.wait()
+
+    def _add(self, request: GenerationRequest, prefix: RequestPrefix, is_inbound: bool) -> Sequence:
+        """Plan from what is held now, and reserve the pages."""
         if is_inbound:
             chain = prefix.expected_chain()
             sequence = self._scheduler.add(request, None, chain)
@@ -177,14 +237,9 @@ class EngineCore:
                 pages = sequence.pages
                 num_tokens = len(plan.parked.token_ids)
                 self._runner.import_image(pages.slot, pages.blocks, num_tokens, plan.parked.payload)
-        job = Job(sequence, prefix, listener)
-        self._by_slot[job.sequence.pages.slot] = job
-        self._by_id[request.request_id] = job
         if self._disk is not None:
             self._disk.used(chain, prefix.opened_at)
-        if request.claim is not None and not is_inbound and prefix.hashes:
-            self._listener.lead(request.claim, prefix.hashes)
-        return job
+        return sequence
 
     def begin(self, job: Job) -> None:
         """The request may compute from the next step on."""
@@ -192,10 +247,15 @@ class EngineCore:
         self._publish(job)
         self._wake.set()
 
+    def arrived(self, job: Job, num_blocks: int) -> None:
+        """The leading `num_blocks` blocks of a waiting request are verified and stored."""
+        job.sequence.committed = num_blocks * self._runner.window
+        self._publish(job)
+
     def fix(self, job: Job, recipe: Recipe) -> int:
         """Follow the recipe that the sender of a waiting request's state has fixed.
 
-        Returns how many leading blocks are held in its lineage and need not be sent.
+        Returns how many leading blocks need not be sent: held in its lineage, or arrived before.
 
         Raises:
             RipresaError: INVALID_ARGUMENT (no such recipe exists), FAILED_PRECONDITION (it is not
@@ -220,7 +280,8 @@ class EngineCore:
         chain = job.prefix.chain(recipe)
         self._pages.exchange(job.sequence.pages, chain)
         job.sequence.fix(recipe)
-        return len(chain)
+        job.notify()
+        return max(len(chain), job.sequence.committed // self._runner.window)
 
     def wait_at_most(self, job: Job, timeout_s: float | None) -> None:
         """Fail the request if it has not begun `timeout_s` from now; None takes the limit away."""
@@ -231,6 +292,7 @@ class EngineCore:
         """The request is over: no further row; pages are freed after their last use. Idempotent."""
         self._finish_claim(job)
         self._scheduler.remove(job.sequence)
+        job.notify()
 
     def fail(self, job: Job, error: RipresaError) -> None:
         """Tell the listener once and retire the request. Nothing if it is over already."""
@@ -244,6 +306,45 @@ class EngineCore:
         """The request that runs here under this id."""
         job = self._by_id.get(request_id)
         return None if job is None or job.is_over else job
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with CANCELLED; False if it does not run here."""
+        error = RipresaError(ErrorCode.CANCELLED, "the request was aborted")
+        job = self.find(request_id)
+        if job is not None:
+            self.fail(job, error)
+            return True
+        hold = self.exchange.supply.holding(request_id)
+        if hold is not None:
+            hold.abort(error)
+        return hold is not None
+
+    async def leader(self, name: str) -> Job | None:
+        """The request of this id or claim, once it is admitted; None if it does not run here."""
+        while True:
+            job = self.find(name)
+            if job is None:
+                jobs = self._by_id.values()
+                job = next((j for j in jobs if j.request.claim == name and not j.is_over), None)
+            if job is not None:
+                return job
+            hold = self.exchange.supply.find(name)
+            if hold is None:
+                return None
+            await hold.ended.wait()
+
+    async def read_blocks(self, chain: tuple[BlockIdentity, ...]) -> torch.Tensor:
+        """Published blocks as uint8, read in the step thread.
+
+        They stay until that is done, even if the caller is cancelled meanwhile.
+
+        Raises RipresaError: NOT_FOUND; one of them is gone.
+        """
+        loan = self._pages.borrow(chain)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._thread, self._runner.export_blocks, loan.blocks)
+        future.add_done_callback(lambda _: loan.end())
+        return await asyncio.shield(future)
 
     async def in_step_thread(
         self, job: Job, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -292,6 +393,7 @@ class EngineCore:
             num_decoder_rows=self._num_decoder_rows,
             num_queued_rows=self._scheduler.num_queued_rows,
             num_decoding=self._scheduler.num_decoding,
+            pulls=self.exchange.counters,
             rates=self._rates.rates,
             disk=None if self._disk is None else self._disk.stats(),
         )
@@ -300,6 +402,7 @@ class EngineCore:
         """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
         self._scheduler.check_integrity()
         self._prefixes.windows.check_integrity()
+        self.exchange.check_integrity()
         for slot, job in self._by_slot.items():
             if job.sequence.pages.slot != slot or job.released.is_set():
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} belongs to no live request")
@@ -401,6 +504,7 @@ class EngineCore:
     def _publish(self, job: Job) -> None:
         """Let others find what is committed, here and in later lives of the worker."""
         published = job.prefix.publish(job.sequence)
+        job.notify()
         if self._disk is None or not published:
             return
         if not self._disk.has_room:
@@ -411,7 +515,7 @@ class EngineCore:
         self._keeping.add(task)
         task.add_done_callback(self._keeping.discard)
 
-    async def _keep(self, disk: DiskTier, job: Job, published: Sequence[PublishedBlock]) -> None:
+    async def _keep(self, disk: DiskTier, job: Job, published: list[PublishedBlock]) -> None:
         """Copy blocks of held pages for the disk, a few between two steps; then let go of them."""
         loop = asyncio.get_running_loop()
         try:
@@ -452,6 +556,7 @@ class EngineCore:
         self._refusal = reason
         for job in tuple(self._by_slot.values()):
             self.fail(job, Unavailable(reason))
+        self.exchange.supply.abort_all(Unavailable(reason))
         self._wake.set()
 
     def _finish_claim(self, job: Job) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.models.base import EncoderOutput
 from ripresa.workers.prefix_cache import RequestPrefix
+from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.request import GenerationRequest
 from ripresa.workers.scheduling.scheduler import Progress
 from ripresa.workers.sequence import Sequence, SequenceStatus
@@ -33,21 +34,48 @@ class Job:
         sequence: its rows and pages.
         prefix: its blocks by name.
         listener: who hears of it.
+        outcome: what was brought for it before it was admitted.
         released: set once its pages are free.
         error: why it failed, if it did.
         patience_until: engine clock in seconds until which a WAITING request may wait; None for
             as long as its deadline allows.
     """
 
-    __slots__ = ("error", "listener", "patience_until", "prefix", "released", "sequence")
+    __slots__ = (
+        "_moved",
+        "error",
+        "listener",
+        "outcome",
+        "patience_until",
+        "prefix",
+        "released",
+        "sequence",
+    )
 
-    def __init__(self, sequence: Sequence, prefix: RequestPrefix, listener: Listener) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        prefix: RequestPrefix,
+        listener: Listener,
+        outcome: PrefixOutcome,
+    ) -> None:
         self.sequence = sequence
         self.prefix = prefix
         self.listener = listener
         self.released = asyncio.Event()
         self.error: RipresaError | None = None
         self.patience_until: float | None = None
+        self.outcome = outcome
+        self._moved = asyncio.Event()
+
+    def notify(self) -> None:
+        """Rows were committed, the recipe was fixed, or the request is over."""
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def moved(self) -> None:
+        """Wait for the next `notify`."""
+        await self._moved.wait()
 
     @property
     def request(self) -> GenerationRequest:

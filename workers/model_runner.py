@@ -275,6 +275,10 @@ class TorchModelRunner:
     def import_blocks(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
         self.cache.import_blocks(block_ids, payload)
 
+    @property
+    def window_bytes(self) -> int:
+        return self.layout.window_bytes(self.window, self.layout.split)
+
     def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int:
         return self.layout.state_bytes(num_tokens, output_start, source_window)
 

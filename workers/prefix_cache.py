@@ -21,6 +21,7 @@ from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, te
 from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
 from ripresa.workers.cache.window_pool import WindowPool
 from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
+from ripresa.workers.prefix_place import WantedPrefix
 from ripresa.workers.prompt_plan import (
     PromptPlan,
     block_identity,
@@ -71,11 +72,11 @@ class PrefixCache:
         self.window_config = windows
         self.geometry = geometry
         self.weights = layout_digest.hex()
-        self._layout_digest = layout_digest
+        self.layout_digest = layout_digest
 
     def open(self, request: GenerationRequest) -> RequestPrefix:
         """Hash a request's blocks. Raises InvalidArgument for an impossible token id."""
-        context = worker_context(self._layout_digest, self.geometry.window, request.tenant_salt)
+        context = worker_context(self.layout_digest, self.geometry.window, request.tenant_salt)
         return RequestPrefix(self, request, BlockHasher(context))
 
 
@@ -179,6 +180,29 @@ class RequestPrefix:
             seed=request.sampling.seed,
         )
         return replace(first_execution(plan_prefill(query), chain), parked=state)
+
+    def wanted(self) -> WantedPrefix:
+        """Which blocks are worth bringing for the request: those that its plan could reuse."""
+        request, cache = self._request, self._cache
+        hashes = self._hashes[: request.num_tokens // self._window]
+        if request.recipe is None:
+            hashes = hashes[: self._num_usable_blocks]
+        return WantedPrefix(
+            request_id=request.request_id,
+            window=self._window,
+            hashes=hashes,
+            mode=request.cache.mode,
+            recipe=request.recipe,
+            sources=request.sources,
+            blocks=cache.blocks,
+            windows=cache.windows,
+        )
+
+    def held(self, wanted: WantedPrefix) -> tuple[BlockIdentity, ...]:
+        """The longest chain of `wanted` that is held here."""
+        if wanted.recipe is None:
+            return self._cache.blocks.match(wanted.hashes, wanted.mode)
+        return held_chain(wanted.recipe, wanted.hashes, wanted.window, self._cache.blocks)
 
     def expected_chain(self) -> tuple[BlockIdentity, ...]:
         """Blocks that a hand-over will probably not have to bring."""
@@ -284,10 +308,16 @@ class RequestPrefix:
         return rows.start + self._window
 
     def _match(self) -> tuple[BlockIdentity, ...]:
-        request, geometry = self._request, self._cache.geometry
+        request = self._request
         if not request.cache.reads:
             return ()
-        cap = request.num_tokens - (geometry.window + geometry.rewind)
         return self._cache.blocks.match(
-            self._hashes, request.cache.mode, max_blocks=max(0, cap) // geometry.window
+            self._hashes, request.cache.mode, max_blocks=self._num_usable_blocks
         )
+
+    @property
+    def _num_usable_blocks(self) -> int:
+        """Blocks that a first execution may reuse by the hit rule's cap."""
+        geometry = self._cache.geometry
+        cap = self._request.num_tokens - (geometry.window + geometry.rewind)
+        return max(0, cap) // geometry.window

@@ -252,6 +252,23 @@ EngineEvent = Bringing | Reserved | RecipeFixed | PrefillDone | Tokens | Finishe
 
 
 @dataclass(frozen=True, slots=True)
+class PullCounters:
+    """What a worker has exchanged with its peers' caches so far.
+
+    Attributes:
+        ends: how its own pulls ended (`prefix_pulls.PullEnd`), and how often.
+        received_bytes: payload of its own pulls.
+        num_served: pulls of others that it answered to their end.
+        sent_bytes: payload of others' pulls.
+    """
+
+    ends: tuple[tuple[str, int], ...] = ()
+    received_bytes: int = 0
+    num_served: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A worker's load and work so far.
 
@@ -267,6 +284,7 @@ class EngineStats:
         num_decoding: streams that take a row of each step.
         rates: how fast it computes.
         disk: what it did with the disk tier; None without one.
+        pulls: what went to and came from peers' caches.
     """
 
     num_running: int
@@ -281,3 +299,4 @@ class EngineStats:
     num_decoding: int = 0
     rates: Rates = field(default_factory=Rates)
     disk: StoreStats | None = None
+    pulls: PullCounters = field(default_factory=PullCounters)

@@ -28,6 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "workers" / "transfer"))
 
 from transfer_sides import (  # noqa: E402
+    DECODER,
     ChildProcess,
     ProcessSides,
     blocks,
@@ -45,7 +46,7 @@ async def transfer_seconds(
     sides: ProcessSides, transfer_id: str, sections: list[Section], payloads: list[torch.Tensor]
 ) -> float:
     began = time.perf_counter()
-    transfer = await sides.backend.offer("decoder-0", manifest(transfer_id))
+    transfer = await sides.backend.offer(DECODER, manifest(transfer_id))
     for section, data in zip(sections, payloads, strict=True):
         await transfer.send(section, data)
     await transfer.complete()

@@ -174,6 +174,10 @@ class HashMachine:
     def block_bytes(self, num_blocks: int) -> int:
         return 8 * WINDOW * num_blocks
 
+    @property
+    def window_bytes(self) -> int:
+        return 8 * NUM_ENCODER_LAYERS * WINDOW
+
     def export_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         entries = [entry for block in block_ids for entry in self._blocks[block]]
         return _to_bytes([_present(entry) for entry in entries])

@@ -150,7 +150,9 @@ class SplitCluster:
             "d0": FaultyPeer(self._inbound["d0"], faults or {}),
             "d1": self._inbound["d1"],
         }
-        self._outbound = OutboundTransfers("e0", self.peers.__getitem__, transport, lanes)
+        self._outbound = OutboundTransfers(
+            "e0", lambda receiver: self.peers[receiver.worker_id], transport, lanes
+        )
         self.encoder = EncoderEngine("e0", self.encoder_machine, self._outbound, config)
 
     def revive(self, name: str) -> None:

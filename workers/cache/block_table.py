@@ -93,6 +93,20 @@ class BlockTable:
             self._give_back(self)
 
 
+class PageLoan:
+    """Blocks that no sequence owns: read for another worker, or filled by it. No slot."""
+
+    __slots__ = ("_end", "blocks")
+
+    def __init__(self, blocks: tuple[int, ...], end: Callable[[PageLoan], None]) -> None:
+        self.blocks = blocks
+        self._end = end
+
+    def end(self) -> None:
+        """Give the blocks back. Raises RipresaError (INTERNAL) the second time."""
+        self._end(self)
+
+
 class PagePool:
     """Blocks and slots of a worker, reserved together and given back together.
 
@@ -118,6 +132,7 @@ class PagePool:
         self._window = window
         self._forget_slot = forget_slot
         self._tables: dict[int, BlockTable] = {}
+        self._loans: set[PageLoan] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -165,6 +180,31 @@ class PagePool:
         self._tables[slot] = table
         return table
 
+    def borrow(self, chain: Sequence[BlockIdentity]) -> PageLoan:
+        """Keep cached blocks from being evicted until the loan ends.
+
+        Raises RipresaError: NOT_FOUND; one of them is gone, and none was borrowed.
+        """
+        return self._lend(self._blocks.adopt(chain))
+
+    def borrow_new(self, num_blocks: int) -> PageLoan:
+        """Blocks to be filled; they are freed with the loan unless they were published.
+
+        Raises ResourceExhausted: too few are free; none was borrowed.
+        """
+        return self._lend(self._blocks.allocate(num_blocks))
+
+    def _lend(self, blocks: tuple[int, ...]) -> PageLoan:
+        loan = PageLoan(blocks, self._end_loan)
+        self._loans.add(loan)
+        return loan
+
+    def _end_loan(self, loan: PageLoan) -> None:
+        if loan not in self._loans:
+            raise RipresaError(ErrorCode.INTERNAL, "borrowed KV blocks are given back twice")
+        self._loans.discard(loan)
+        self._blocks.release(loan.blocks)
+
     def exchange(self, table: BlockTable, chain: Sequence[BlockIdentity]) -> None:
         """Make the cached blocks of `chain` the leading ones, and all others the sequence's own.
 
@@ -200,10 +240,11 @@ class PagePool:
             self._slots.free(table.slot)
 
     def check_integrity(self) -> None:
-        """Raise RipresaError (INTERNAL) unless every use of a page is that of one live table."""
+        """Raise RipresaError (INTERNAL) unless every use of a page is a live table's or loan's."""
         self._blocks.check_integrity()
         self._slots.check_integrity()
         uses = Counter(block for table in self._tables.values() for block in table.blocks)
+        uses.update(block for loan in self._loans for block in loan.blocks)
         if uses != self._blocks.uses():
             raise RipresaError(
                 ErrorCode.INTERNAL, "the sequences' KV blocks are not those that the cache counts"

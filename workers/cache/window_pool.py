@@ -88,6 +88,10 @@ class WindowPool:
         self._num_hits += 1
         return payload
 
+    def get(self, identity: BlockIdentity) -> torch.Tensor | None:
+        """The payload of a window, for another worker; None if it is not held."""
+        return self._held.get(identity)
+
     def miss(self, identity: BlockIdentity) -> None:
         """A request replayed for want of this window."""
         self._num_misses += 1

@@ -96,6 +96,10 @@ class ModelRunner(Protocol):
     def export_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Whole blocks as uint8 [block_bytes(len(block_ids))], contiguous."""
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of an encoder window, as `StepOutput.windows` has them."""
+
     def import_blocks(self, block_ids: Sequence[int], payload: torch.Tensor) -> None: ...
 
     def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int: ...

@@ -138,13 +138,17 @@ class Scheduler:
         """Raise InvalidArgument for a request that this worker could never run."""
         limits = self._limits
         check_request(request, limits.window, limits.max_model_len)
-        needed = self._pages.blocks_for(self._positions(request))
+        needed = self.num_needed_blocks(request)
         if needed > self._pages.num_blocks:
             raise InvalidArgument(
                 "sampling.max_tokens",
                 f"the request needs {needed} KV blocks and this worker has "
                 f"{self._pages.num_blocks}; lower max_tokens or raise engine.num_blocks",
             )
+
+    def num_needed_blocks(self, request: GenerationRequest) -> int:
+        """KV blocks that the request reserves, adopted ones included."""
+        return self._pages.blocks_for(self._positions(request))
 
     def add(
         self,

@@ -1,6 +1,7 @@
-"""The contract that carries a prompt's state from an encoder worker to a decode worker.
+"""The contract that carries prompts' state between workers: hand-overs, and pulls of cached blocks.
 
     sender                                   receiver
+                    ◀──────────────────────── pull: only where the receiver asked for it
     offer(manifest) ───────────────────────▶ accept: checks generation, layout, reservation
     send(section, payload), in order ──────▶ expects exactly the bytes its own layout derives
     complete(checksum) ────────────────────▶ compares, then the request may decode
@@ -15,13 +16,15 @@ protocols below, so every transport runs the same code and the same contract sui
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import ConfigError, Unavailable
+from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.replay import Recipe
 
 
@@ -43,15 +46,17 @@ TRANSITIONS: Mapping[TransferState, frozenset[TransferState]] = {
 
 
 class SectionKind(StrEnum):
-    """BLOCKS: whole KV blocks. STATE: everything else, once, last."""
+    """BLOCKS: whole KV blocks. WINDOW: one native encoder window. STATE: everything else of a
+    hand-over, once, last."""
 
     BLOCKS = "blocks"
+    WINDOW = "window"
     STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What will be sent; the first message of a transfer.
+    """The hand-over of a prompt's state; the first message of its transfer.
 
     Attributes:
         transfer_id: unique for ever.
@@ -62,6 +67,7 @@ class Manifest:
         first_block: number of the first block that the sender can send. The receiver names the
             first one that it lacks when it accepts.
         recipe: what the encoder really computed.
+        prefix: what the encoder brought from others and held.
     """
 
     transfer_id: str
@@ -72,6 +78,53 @@ class Manifest:
     num_tokens: int
     first_block: int
     recipe: Recipe
+    prefix: PrefixOutcome = field(default_factory=PrefixOutcome)
+
+    @property
+    def subject(self) -> str:
+        """A newer generation of one subject replaces an older one."""
+        return self.request_id
+
+    @property
+    def has_state(self) -> bool:
+        """It is complete only after a STATE section."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PullManifest:
+    """Cached blocks and windows that the receiver asked for by a `Pull`.
+
+    It may be completed after any section: what was not sent is not there.
+
+    Attributes:
+        transfer_id: the pull's id.
+        generation: always 0.
+        sender: worker id.
+        layout_digest: digest of the KV layout; both ends must agree byte for byte.
+        first_block: number of the first block that is sent, the first of the pull.
+        restarts: lineage of the chain that the blocks belong to; each block has those of them
+            that lie below its end.
+    """
+
+    transfer_id: str
+    sender: str
+    layout_digest: bytes
+    first_block: int
+    restarts: tuple[int, ...]
+    generation: int = 0
+
+    @property
+    def subject(self) -> str:
+        return self.transfer_id
+
+    @property
+    def has_state(self) -> bool:
+        return False
+
+
+AnyManifest = Manifest | PullManifest
+M_contra = TypeVar("M_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +132,10 @@ class Section:
     """One piece of a transfer; sections are sent in order of `index`.
 
     Attributes:
-        first_block, last_block: for BLOCKS, the half-open range of block numbers; else (0, 0).
+        first_block, last_block: for BLOCKS, the half-open range of block numbers; for WINDOW, the
+            block that it ends with, as a range; else (0, 0).
         num_bytes: payload size; the receiver refuses a size its own layout does not derive.
+        producers: for BLOCKS of a pull, which kind of step made each block's last row.
     """
 
     index: int
@@ -88,35 +143,36 @@ class Section:
     first_block: int
     last_block: int
     num_bytes: int
+    producers: tuple[str, ...] = ()
 
 
-class Sink(Protocol):
+class Sink(Protocol[M_contra]):
     """What a receiving engine offers to the transfer layer. Called on the engine's event loop.
 
     After an `open` that returned, exactly one of `complete` and `fail` is called, once, last.
     """
 
-    def open(self, manifest: Manifest) -> int:
+    def open(self, manifest: M_contra) -> int:
         """Check reservation, generation and layout; the number of the first block to send.
 
         The blocks below it are held, and stay until the transfer has ended. Raises RipresaError to
         refuse.
         """
 
-    def section_bytes(self, manifest: Manifest, section: Section) -> int:
+    def section_bytes(self, manifest: M_contra, section: Section) -> int:
         """Bytes that this worker's own layout derives for a section."""
 
-    def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
+    def write(self, manifest: M_contra, section: Section, payload: torch.Tensor) -> None:
         """Store a verified payload (uint8 [num_bytes], on the transport's device).
 
         The payload is staging memory that the next section overwrites: it is valid during this call
         only. Copy what must outlive it.
         """
 
-    def complete(self, manifest: Manifest) -> None:
+    def complete(self, manifest: M_contra) -> None:
         """All sections are stored and the checksum agreed; the request may go on."""
 
-    def fail(self, manifest: Manifest, reason: str) -> None:
+    def fail(self, manifest: M_contra, reason: str) -> None:
         """The transfer is over without success; the request waits for another one."""
 
 
@@ -187,7 +243,7 @@ class LaneEndpoint:
 class Offer:
     """Asks the receiver to accept a transfer; answered by `Accept`."""
 
-    manifest: Manifest
+    manifest: AnyManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +300,60 @@ class KeepAlive:
     generation: int
 
 
-ControlMessage = Offer | OpenLane | CloseLane | SendSection | Complete | Fail | KeepAlive
+class PulledWindow(NamedTuple):
+    """A window that a pull asks for, named by the block that ends with it.
+
+    Attributes:
+        num_blocks: blocks of the prompt up to its boundary.
+        hash, restarts: identity of the last of them.
+    """
+
+    num_blocks: int
+    hash: bytes
+    restarts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Asks a worker to send blocks and windows that it holds, or is about to compute.
+
+    Answered when the worker has begun; then it offers a `PullManifest`. A repeated one changes
+    nothing.
+
+    Attributes:
+        pull_id: unique for ever.
+        receiver: who asks.
+        layout_digest: of the receiver.
+        request_id: for which request; it never waits for its own progress.
+        first_block: number of the first wanted block.
+        hashes: of the wanted blocks, in order.
+        restarts: lineage of the last of them; None if the leader's recipe decides.
+        leader: request, or claim, whose blocks are wanted as they are completed; None to send
+            what is held now.
+        windows: wanted as well, sent after the blocks.
+    """
+
+    pull_id: str
+    receiver: WorkerAddress
+    layout_digest: bytes
+    request_id: str
+    first_block: int
+    hashes: tuple[bytes, ...]
+    restarts: tuple[int, ...] | None
+    leader: str | None = None
+    windows: tuple[PulledWindow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndPull:
+    """Nothing more of a pull is wanted. Idempotent; it may overtake its `Pull`."""
+
+    pull_id: str
+
+
+ControlMessage = (
+    Offer | OpenLane | CloseLane | SendSection | Complete | Fail | KeepAlive | Pull | EndPull
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +461,9 @@ class OutboundTransfer(Protocol):
 
 
 class TransferBackend(Protocol):
-    """Opens outbound transfers to a decode worker that was named by its worker id."""
+    """Opens outbound transfers to other workers."""
 
-    async def offer(self, receiver: str, manifest: Manifest) -> OutboundTransfer:
+    async def offer(self, receiver: WorkerAddress, manifest: AnyManifest) -> OutboundTransfer:
         """Offer a manifest; returns once the receiver has accepted it."""
 
     async def close(self) -> None:

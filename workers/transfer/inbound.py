@@ -1,10 +1,10 @@
-"""How does a prompt's state arrive at this worker? The receiver half of every transfer backend."""
+"""How does others' state arrive at this worker? The receiver half of every transfer backend."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -13,15 +13,17 @@ from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.transfer.base import (
     TRANSITIONS,
     Accept,
+    AnyManifest,
     CloseLane,
     Complete,
     ControlMessage,
+    EndPull,
     Fail,
     KeepAlive,
     LaneConfig,
-    Manifest,
     Offer,
     OpenLane,
+    Pull,
     Section,
     SectionKind,
     SendSection,
@@ -52,7 +54,7 @@ class _Inbound:
         failure: why it failed; None while it has not.
     """
 
-    manifest: Manifest
+    manifest: AnyManifest
     first_block: int
     state: TransferState = TransferState.OFFERED
     stored: list[tuple[Section, int]] = field(default_factory=list)
@@ -66,8 +68,10 @@ class _Inbound:
 
     @property
     def next_block(self) -> int:
-        last = self.stored[-1][0].last_block if self.stored else 0
-        return last or self.first_block
+        for section, _ in reversed(self.stored):
+            if section.kind is SectionKind.BLOCKS:
+                return section.last_block
+        return self.first_block
 
     @property
     def has_state(self) -> bool:
@@ -92,10 +96,18 @@ class InboundTransfers:
         sink: the engine that stores the payloads.
         transport: makes the receiving ends of lanes; closed together with this object.
         config: limits and timeouts.
+        serve: takes what asks this worker to be the sender; None if it has nothing to send.
     """
 
-    def __init__(self, sink: Sink, transport: Transport, config: LaneConfig | None = None) -> None:
+    def __init__(
+        self,
+        sink: Sink[AnyManifest],
+        transport: Transport,
+        config: LaneConfig | None = None,
+        serve: Callable[[Pull | EndPull], None] | None = None,
+    ) -> None:
         self._sink = sink
+        self._serve = serve
         self._transport = transport
         self._config = config or LaneConfig()
         self._lanes = InboundLanes(transport, self._config)
@@ -103,10 +115,11 @@ class InboundTransfers:
         self._ended: OrderedDict[str, _Inbound] = OrderedDict()
         self._withdrawn: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._closed = False
+        self._num_corrupt = 0
 
     async def deliver(self, message: ControlMessage) -> Accept | None:
         """Take one message; see `Peer`."""
-        if self._closed and not isinstance(message, Fail | CloseLane):
+        if self._closed and not isinstance(message, Fail | CloseLane | EndPull):
             raise Unavailable("this worker is closing; use another one")
         match message:
             case Offer(manifest):
@@ -125,6 +138,10 @@ class InboundTransfers:
                 transfer = self._find(transfer_id, generation)
                 self._require_not_failed(transfer)
                 self._touch(transfer)
+            case Pull() | EndPull():
+                if self._serve is None:
+                    raise RipresaError(ErrorCode.NOT_FOUND, "this worker sends no cached blocks")
+                self._serve(message)
         return None
 
     def peer_lost(self, sender: str) -> None:
@@ -136,6 +153,11 @@ class InboundTransfers:
     @property
     def num_open_lanes(self) -> int:
         return self._lanes.num_open
+
+    @property
+    def num_corrupt(self) -> int:
+        """Sections and transfers that were refused for their checksum."""
+        return self._num_corrupt
 
     async def drain(self) -> None:
         """Wait until what ended has also let go of its threads and sockets."""
@@ -171,7 +193,7 @@ class InboundTransfers:
     def _all(self) -> list[_Inbound]:
         return [*self._running.values(), *self._ended.values()]
 
-    def _offer(self, manifest: Manifest) -> Accept:
+    def _offer(self, manifest: AnyManifest) -> Accept:
         transfer_id, generation = manifest.transfer_id, manifest.generation
         known = self._running.get(transfer_id) or self._ended.get(transfer_id)
         if known is not None:
@@ -200,9 +222,9 @@ class InboundTransfers:
             transfer.first_block,
         )
 
-    def _running_of_older_generations(self, manifest: Manifest) -> list[_Inbound]:
+    def _running_of_older_generations(self, manifest: AnyManifest) -> list[_Inbound]:
         """Transfers that a manifest replaces; refuses one that is itself stale or a rival."""
-        same = [t for t in self._all() if t.manifest.request_id == manifest.request_id]
+        same = [t for t in self._all() if t.manifest.subject == manifest.subject]
         newest = max((t.manifest.generation for t in same), default=manifest.generation)
         if manifest.generation < newest:
             raise _refusal(manifest, f"is stale: generation {newest} of the request is known")
@@ -272,7 +294,8 @@ class InboundTransfers:
         agreed = message.checksum == transfer_checksum([c for _, c in transfer.stored])
         if transfer.running:
             with self._ends_on_error(transfer):
-                if transfer.arriving is not None or not transfer.has_state:
+                lacks_state = transfer.manifest.has_state and not transfer.has_state
+                if transfer.arriving is not None or lacks_state:
                     raise _refusal(transfer.manifest, "was completed before its STATE section")
                 if not agreed:
                     raise corrupt(f"transfer {message.transfer_id}")
@@ -295,6 +318,8 @@ class InboundTransfers:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, RipresaError) and error.code is ErrorCode.DATA_LOSS:
+                self._num_corrupt += 1
             self._fail(transfer, str(error))
             raise
 
@@ -355,7 +380,7 @@ class InboundTransfers:
             raise _refusal(transfer.manifest, "is complete; nothing more can come")
 
 
-def _refusal(manifest: Manifest, why: str) -> RipresaError:
+def _refusal(manifest: AnyManifest, why: str) -> RipresaError:
     return RipresaError(
         ErrorCode.FAILED_PRECONDITION,
         f"transfer {manifest.transfer_id} (generation {manifest.generation}) {why}",

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
 from ripresa.workers.transfer.base import (
     TRANSITIONS,
     Accept,
+    AnyManifest,
     Complete,
     Fail,
     KeepAlive,
     LaneConfig,
     LaneNotOpen,
-    Manifest,
     Offer,
     OutboundTransfer,
     Peer,
@@ -48,7 +49,7 @@ class OutboundTransfers:
     def __init__(
         self,
         worker_id: str,
-        resolve: Callable[[str], Peer],
+        resolve: Callable[[WorkerAddress], Peer],
         transport: Transport,
         config: LaneConfig | None = None,
     ) -> None:
@@ -61,7 +62,7 @@ class OutboundTransfers:
         self._running: set[_Outbound] = set()
         self._closed = False
 
-    async def offer(self, receiver: str, manifest: Manifest) -> OutboundTransfer:
+    async def offer(self, receiver: WorkerAddress, manifest: AnyManifest) -> OutboundTransfer:
         """Offer a manifest; returns once the receiver has accepted it.
 
         Raises:
@@ -71,7 +72,7 @@ class OutboundTransfers:
         if self._closed:
             raise Unavailable("the worker closed its transfers; use another worker")
         transfer = _Outbound(
-            receiver,
+            receiver.worker_id,
             self._resolve(receiver),
             manifest,
             self._config,
@@ -131,7 +132,7 @@ class _Outbound:
         self,
         receiver: str,
         peer: Peer,
-        manifest: Manifest,
+        manifest: AnyManifest,
         config: LaneConfig,
         lanes: LanePool,
         budget: ByteBudget,

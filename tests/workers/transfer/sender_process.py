@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-from transfer_sides import StreamClient, blocks, manifest, payload, state
+from transfer_sides import DECODER, StreamClient, blocks, manifest, payload, state
 
 from ripresa.workers.transfer.base import LaneConfig
 from ripresa.workers.transfer.outbound import OutboundTransfers
@@ -29,7 +29,7 @@ async def run(options: dict[str, Any]) -> None:
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         transfer_id, *pause = json.loads(line)
-        transfer = await backend.offer("decoder-0", manifest(transfer_id))
+        transfer = await backend.offer(DECODER, manifest(transfer_id))
         for section in (*(blocks(k, k, k + 1, options["block_bytes"]) for k in range(2)), state(2)):
             await transfer.send(section, payload(section))
             if pause:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transfer_sides import (
+    DECODER,
     STATE_BYTES,
     Sides,
     blocks,
@@ -55,7 +56,7 @@ def fresh() -> Manifest:
 
 
 async def send_all(sides: Sides, wanted: Manifest, seed: int = 0) -> OutboundTransfer:
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     for section in SECTIONS:
         await transfer.send(section, payload(section, seed))
     await transfer.complete()
@@ -120,7 +121,7 @@ async def test_many_transfers_share_one_lane(sides: Sides) -> None:
 
 async def test_concurrent_sends_of_one_transfer_keep_their_order(sides: Sides) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     await asyncio.gather(*(transfer.send(s, payload(s)) for s in SECTIONS), transfer.complete())
     assert await sides.receiver("written", wanted.transfer_id) == expected_record()
     await settle(sides)
@@ -128,7 +129,7 @@ async def test_concurrent_sends_of_one_transfer_keep_their_order(sides: Sides) -
 
 async def test_corrupt_payload_is_refused(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     await transfer.send(SECTIONS[0], payload(SECTIONS[0]))
     with monkeypatch.context() as patch:
         sides.damage_payloads(patch)
@@ -153,7 +154,7 @@ async def test_wrong_transfer_checksum_is_refused(sides: Sides) -> None:
 
 async def test_wrong_layout_digest_is_refused(sides: Sides) -> None:
     wanted = replace(fresh(), layout_digest=b"another layout")
-    error = await refusal_of(sides.backend.offer("decoder-0", wanted))
+    error = await refusal_of(sides.backend.offer(DECODER, wanted))
     assert error.code is ErrorCode.FAILED_PRECONDITION
     assert wanted.transfer_id not in await sides.receiver("opened")
     assert await sides.receiver("ends", wanted.transfer_id) == []
@@ -166,13 +167,13 @@ async def test_stale_generation_is_refused_and_a_newer_one_supersedes(sides: Sid
         manifest(uuid.uuid4().hex, generation=generation, request_id=request_id)
         for generation in (1, 2, 1)
     )
-    first = await sides.backend.offer("decoder-0", old)
+    first = await sides.backend.offer(DECODER, old)
     await first.send(SECTIONS[0], payload(SECTIONS[0]))
     rival = replace(old, transfer_id=uuid.uuid4().hex)
-    assert "collides" in str(await refusal_of(sides.backend.offer("decoder-0", rival)))
+    assert "collides" in str(await refusal_of(sides.backend.offer(DECODER, rival)))
     await send_all(sides, new)
     assert "superseded" in str(await refusal_of(first.send(SECTIONS[1], payload(SECTIONS[1]))))
-    assert "is stale" in str(await refusal_of(sides.backend.offer("decoder-0", stale)))
+    assert "is stale" in str(await refusal_of(sides.backend.offer(DECODER, stale)))
     await assert_failed_once(sides, old)
     assert await sides.receiver("ends", new.transfer_id) == ["complete"]
     await assert_works(sides)
@@ -180,7 +181,7 @@ async def test_stale_generation_is_refused_and_a_newer_one_supersedes(sides: Sid
 
 async def test_message_of_another_generation_does_no_harm(sides: Sides) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     other = wanted.generation + 1
     for message in (
         SendSection(wanted.transfer_id, other, "no lane", SECTIONS[0]),
@@ -212,7 +213,7 @@ async def test_message_of_another_generation_does_no_harm(sides: Sides) -> None:
 )
 async def test_wrong_section_is_refused(sides: Sides, sections: list[Section], why: str) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     for section in sections[:-1]:
         await transfer.send(section, payload(section))
     error = await refusal_of(transfer.send(sections[-1], payload(sections[-1])))
@@ -225,7 +226,7 @@ async def test_wrong_section_is_refused(sides: Sides, sections: list[Section], w
 
 async def test_payload_that_is_not_the_section_is_refused_before_it_leaves(sides: Sides) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     with pytest.raises(InvalidArgument, match="payload"):
         await transfer.send(SECTIONS[0], torch.zeros(3, dtype=torch.uint8))
     assert transfer.state is TransferState.FAILED
@@ -237,7 +238,7 @@ async def test_payload_that_is_not_the_section_is_refused_before_it_leaves(sides
 async def test_completing_without_the_state_is_refused(sides: Sides) -> None:
     for count in (0, 2):
         wanted = fresh()
-        transfer = await sides.backend.offer("decoder-0", wanted)
+        transfer = await sides.backend.offer(DECODER, wanted)
         for section in SECTIONS[:count]:
             await transfer.send(section, payload(section))
         assert "before its STATE" in str(await refusal_of(transfer.complete()))
@@ -397,7 +398,7 @@ async def test_known_death_of_the_receiver_ends_transfers_without_a_timeout(side
     wanted = fresh()
     reached = asyncio.Event()
     sides.faults[FIRST] = delay(reached, asyncio.Event())
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     sending = asyncio.create_task(transfer.send(SECTIONS[0], payload(SECTIONS[0])))
     await reached.wait()
     sides.backend.peer_lost("decoder-0")
@@ -410,7 +411,7 @@ async def test_known_death_of_the_receiver_ends_transfers_without_a_timeout(side
 
 async def test_sender_says_fail(sides: Sides) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     await transfer.send(SECTIONS[0], payload(SECTIONS[0]))
     await transfer.fail("the prompt was cancelled")
     await transfer.fail("again")
@@ -432,13 +433,13 @@ async def test_lane_that_the_receiver_closed_when_idle_is_replaced(sides: Sides)
 
 async def test_closing_the_backend_fails_what_runs(sides: Sides) -> None:
     wanted = fresh()
-    transfer = await sides.backend.offer("decoder-0", wanted)
+    transfer = await sides.backend.offer(DECODER, wanted)
     await transfer.send(SECTIONS[0], payload(SECTIONS[0]))
     await sides.backend.close()
     assert transfer.state is TransferState.FAILED
     sides.backend.check_integrity()
     with pytest.raises(Unavailable):
-        await sides.backend.offer("decoder-0", fresh())
+        await sides.backend.offer(DECODER, fresh())
     await assert_failed_once(sides, wanted)
     await sides.receiver("settle")
     assert sides.backend.num_open_lanes == 0

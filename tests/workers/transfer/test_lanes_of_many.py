@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from transfer_sides import RecordingSink, blocks, manifest, payload, state
 
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import ConfigError, ResourceExhausted, Unavailable
 from ripresa.workers.transfer.base import (
     LaneConfig,
@@ -25,6 +26,10 @@ SECTIONS = (blocks(0, 0, 2), state(1))
 FIRST_SECTION = 2  # after Offer and OpenLane
 
 
+def decoder(number: int) -> WorkerAddress:
+    return WorkerAddress(str(number), WorkerKind.DECODE)
+
+
 class Fleet:
     """Senders and receivers of one process."""
 
@@ -34,13 +39,18 @@ class Fleet:
         self.inbound = [InboundTransfers(sink, self.transport, config) for sink in self.sinks]
         self.peers: dict[str, Peer] = {str(k): peer for k, peer in enumerate(self.inbound)}
         self.senders = [
-            OutboundTransfers(f"encoder-{k}", lambda name: self.peers[name], self.transport, config)
+            OutboundTransfers(
+                f"encoder-{k}",
+                lambda receiver: self.peers[receiver.worker_id],
+                self.transport,
+                config,
+            )
             for k in range(num_senders)
         ]
 
     async def send(self, sender: int, receiver: int, name: str) -> None:
         wanted = replace(manifest(name), sender=f"encoder-{sender}")
-        transfer = await self.senders[sender].offer(str(receiver), wanted)
+        transfer = await self.senders[sender].offer(decoder(receiver), wanted)
         for section in SECTIONS:
             await transfer.send(section, payload(section))
         await transfer.complete()
@@ -122,7 +132,7 @@ async def test_bytes_in_flight_are_bounded_over_all_lanes() -> None:
     fleet.peers["0"] = FaultyPeer(fleet.inbound[0], {FIRST_SECTION: delay(reached, release)})
     first = asyncio.create_task(fleet.send(0, 0, "first"))
     await reached.wait()
-    second = await fleet.senders[0].offer("1", manifest("second"))
+    second = await fleet.senders[0].offer(decoder(1), manifest("second"))
     waiting = asyncio.create_task(second.send(SECTIONS[0], payload(SECTIONS[0])))
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done
@@ -138,7 +148,7 @@ async def test_keep_alives_outlast_the_idle_timeout_and_silence_does_not() -> No
     fleet = Fleet(LaneConfig(idle_timeout_s=0.6), 1, 1)
     peer = FaultyPeer(fleet.inbound[0], {})
     fleet.peers["0"] = peer
-    transfer = await fleet.senders[0].offer("0", manifest("computing for long"))
+    transfer = await fleet.senders[0].offer(decoder(0), manifest("computing for long"))
     heard = asyncio.Event()
 
     async def count(message: object, deliver: object) -> None:
@@ -152,7 +162,7 @@ async def test_keep_alives_outlast_the_idle_timeout_and_silence_does_not() -> No
     await transfer.complete()
     assert fleet.sinks[0].ended["computing for long"] == ["complete"]
 
-    dying = await fleet.senders[0].offer("0", manifest("dying"))
+    dying = await fleet.senders[0].offer(decoder(0), manifest("dying"))
     fleet.senders[0].peer_lost("0")  # the sender falls silent without a word
     assert "nothing came" in await fleet.sinks[0].end_of("dying")
     with pytest.raises(Unavailable):
@@ -173,7 +183,7 @@ async def test_sink_that_raises_ends_the_transfer_once(monkeypatch: pytest.Monke
 
 async def test_integrity_check_finds_what_is_left_over() -> None:
     fleet = Fleet(LaneConfig(), 1, 1)
-    await fleet.senders[0].offer("0", manifest("still running"))
+    await fleet.senders[0].offer(decoder(0), manifest("still running"))
     for side in (*fleet.senders, *fleet.inbound):
         with pytest.raises(Exception, match="transfers"):
             side.check_integrity()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import torch
 from transfer_sides import (
+    DECODER,
     ChildProcess,
     ProcessSides,
     RecordingSink,
@@ -21,6 +22,7 @@ from transfer_sides import (
     threads_and_descriptors,
 )
 
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import Unavailable
 from ripresa.workers.transfer.base import Accept, ControlMessage, LaneConfig, SendSection
 from ripresa.workers.transfer.faults import delay
@@ -61,7 +63,9 @@ def receivers() -> Iterator[StartReceiver]:
 
 
 async def send_two_blocks(backend: OutboundTransfers, receiver: str, transfer_id: str) -> None:
-    transfer = await backend.offer(receiver, manifest(transfer_id))
+    transfer = await backend.offer(
+        WorkerAddress(receiver, WorkerKind.DECODE), manifest(transfer_id)
+    )
     for section in (*(blocks(k, k, k + 1, BLOCK_BYTES) for k in range(2)), state(2)):
         await transfer.send(section, payload(section))
     await transfer.complete()
@@ -77,7 +81,7 @@ async def test_receiver_killed_in_a_section_costs_its_own_transfer_only(
     peers = {"decoder-0": sides.peer, "decoder-1": other.peer}
     backend = OutboundTransfers(
         "encoder-9",
-        lambda worker_id: peers[worker_id],
+        lambda receiver: peers[receiver.worker_id],
         create_transport("gloo", "127.0.0.1", torch.device("cpu"), CONFIG),
         CONFIG,
     )
@@ -194,7 +198,7 @@ async def test_lanes_of_processes_leak_neither_threads_nor_descriptors(
     async def round_trip(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
         """A lane opens, works, is lost by a cancel in mid-section, and is replaced."""
         await send_two_blocks(sides.backend, "decoder-0", f"{name} first")
-        transfer = await sides.backend.offer("decoder-0", manifest(f"{name} cancelled"))
+        transfer = await sides.backend.offer(DECODER, manifest(f"{name} cancelled"))
         section = blocks(0, 0, 1, BLOCK_BYTES)
         reached = asyncio.Event()
         sides.faults[len(sides.peer.delivered)] = delay(reached, asyncio.Event())

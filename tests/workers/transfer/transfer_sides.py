@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 import torch
 
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import TailVariant, cold_recipe
 from ripresa.workers.transfer.base import (
@@ -41,6 +42,7 @@ from ripresa.workers.transfer.registry import create_transport
 
 T = TypeVar("T")
 
+DECODER = WorkerAddress("decoder-0", WorkerKind.DECODE)
 DIGEST = b"layout of the tests."
 BLOCK_BYTES = 3_001
 STATE_BYTES = 7_777

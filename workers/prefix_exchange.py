@@ -1,0 +1,102 @@
+"""What does a worker exchange with its peers' caches, both ways? One object an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ripresa.workers.cache.block_table import PagePool
+from ripresa.workers.config import TransferConfig
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.models.base import ModelRunner
+from ripresa.workers.prefix_cache import PrefixCache
+from ripresa.workers.prefix_place import PrefixPlace
+from ripresa.workers.prefix_pulls import PeerAccess, PeerPulls
+from ripresa.workers.prefix_serving import LiveState, PrefixServing
+from ripresa.workers.prefix_supply import PrefixSupply
+from ripresa.workers.request import PullCounters
+from ripresa.workers.transfer.base import AnyManifest, EndPull, Manifest, Pull, Sink
+from ripresa.workers.transfer.sinks import SinkByManifest
+
+
+class PrefixExchange:
+    """Brings cached state before requests are admitted, and sends what others pull.
+
+    Args:
+        prefixes, pages: the worker's local cache.
+        runner: stores payloads.
+        config: limits and timeouts.
+        clock: seconds since the epoch.
+        live: what the engine runs.
+        peers: the way to other workers; None for a worker that reaches none.
+        places: where else cached blocks are, before peers are asked.
+
+    Attributes:
+        supply: what is brought for requests.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        pages: PagePool,
+        runner: ModelRunner,
+        config: TransferConfig,
+        clock: Callable[[], float],
+        live: LiveState,
+        peers: PeerAccess | None,
+        places: Sequence[PrefixPlace] = (),
+    ) -> None:
+        self._pulls = None if peers is None else PeerPulls(peers, runner)
+        self._serving = None if peers is None else PrefixServing(prefixes, live, peers, config)
+        self.supply = PrefixSupply(
+            pages, prefixes, runner, config, clock, places=places, pulls=self._pulls
+        )
+
+    def sink(self, hand_overs: Sink[Manifest] | None = None) -> Sink[AnyManifest]:
+        """Where a worker's inbound transfers go.
+
+        Args:
+            hand_overs: takes prompts' states.
+
+        Raises RipresaError (FAILED_PRECONDITION) for a worker without peers.
+        """
+        if self._pulls is None:
+            raise RipresaError(ErrorCode.FAILED_PRECONDITION, "this worker was given no peers")
+        return SinkByManifest(self._pulls, hand_overs)
+
+    def serve(self, message: Pull | EndPull) -> None:
+        """See `PrefixServing.serve`."""
+        if self._serving is None:
+            raise RipresaError(ErrorCode.NOT_FOUND, "this worker sends no cached blocks")
+        self._serving.serve(message)
+
+    @property
+    def counters(self) -> PullCounters:
+        """What was pulled and sent so far."""
+        if self._pulls is None or self._serving is None:
+            return PullCounters()
+        return PullCounters(
+            ends=tuple(sorted((str(end), count) for end, count in self._pulls.ends.items())),
+            received_bytes=self._pulls.num_bytes,
+            num_served=self._serving.num_served,
+            sent_bytes=self._serving.num_bytes,
+        )
+
+    async def drain(self) -> None:
+        """Wait until pulls that are answered, and words that none is wanted, have ended."""
+        if self._pulls is not None and self._serving is not None:
+            await self._pulls.drain()
+            await self._serving.drain()
+
+    async def close(self, error: RipresaError) -> None:
+        """Give up what is brought, by `error`, and what is sent. Idempotent."""
+        self.supply.abort_all(error)
+        await self.supply.ended()
+        if self._serving is not None:
+            await self._serving.close()
+        await self.drain()
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) if anything is under way for nobody."""
+        self.supply.check_integrity()
+        if self._pulls is not None:
+            self._pulls.check_integrity(self.supply.num_holds)

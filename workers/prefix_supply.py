@@ -1,0 +1,359 @@
+"""How does a worker come to hold more of a prompt than it holds, before it plans the request?
+
+    hashes ─▶ disk ─▶ named peers ─▶ windows ─▶ leader ─▶ admitted
+                  └ each block lands under its identity, pinned ┘
+
+What does not come is computed. Two requests that want one block bring it once: the second waits for
+the first's, and asks by itself only if that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import torch
+
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.block_record import BlockRecord, Producer
+from ripresa.workers.cache.block_table import PageLoan, PagePool
+from ripresa.workers.config import TransferConfig
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.models.base import ModelRunner
+from ripresa.workers.peer_place import PeerPlace, missing_windows
+from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
+from ripresa.workers.prefix_place import PrefixPlace, WantedPrefix
+from ripresa.workers.prefix_pulls import PeerPulls
+from ripresa.workers.prefix_sources import PrefixOutcome
+from ripresa.workers.request import GenerationRequest
+
+
+class PrefixHold:
+    """What was brought for one request: it stays until the request is admitted or given up.
+
+    Implements `Landing`. Made by `PrefixSupply.bring`, which ends it.
+
+    Attributes:
+        request: for which.
+        error: why it was given up; None if it was not.
+    """
+
+    def __init__(self, supply: PrefixSupply, request: GenerationRequest) -> None:
+        self.request = request
+        self.error: RipresaError | None = None
+        self.ended = asyncio.Event()
+        self._scope: asyncio.Timeout | None = None
+        self.outcome = PrefixOutcome()
+        self._supply = supply
+        self._prefix: RequestPrefix | None = None
+        self._loans: list[PageLoan] = []
+        self._pinned: set[BlockIdentity] = set()
+        self.brought: dict[str, list[int]] = {}
+        self.place = ""
+        self.num_windows = 0
+
+    def abort(self, error: RipresaError) -> None:
+        """Give the request up: whoever waits for it raises `error`. Idempotent."""
+        if self.error is None:
+            self.error = error
+            if self._scope is not None and not self._scope.expired():
+                self._scope.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def until_aborted(self) -> AsyncIterator[None]:
+        """Raises TimeoutError in its block once the request is given up."""
+        async with asyncio.timeout(None) as self._scope:
+            try:
+                yield
+            finally:
+                self._scope = None
+
+    def begin(self, prefix: RequestPrefix) -> None:
+        self._prefix = prefix
+
+    def keep(self, chain: Sequence[BlockIdentity], first: int) -> int:
+        """Pin the held blocks of `chain` from `first` on; the number of the first missing one."""
+        stop = first
+        while stop < len(chain) and chain[stop] in self._supply.blocks:
+            stop += 1
+        new = [identity for identity in chain[first:stop] if identity not in self._pinned]
+        if new:
+            self._loans.append(self._supply.pages.borrow(new))
+            self._pinned.update(new)
+        return stop
+
+    def land(
+        self,
+        first: int,
+        identities: Sequence[BlockIdentity],
+        producers: Sequence[Producer],
+        payload: torch.Tensor,
+    ) -> None:
+        assert self._prefix is not None
+        supply = self._supply
+        loan = supply.pages.borrow_new(len(identities))
+        try:
+            supply.runner.import_blocks(loan.blocks, payload)
+            for index, (identity, producer) in enumerate(zip(identities, producers, strict=True)):
+                origin = self._prefix.origin(first + index)
+                record = BlockRecord(identity, producer, supply.weights, origin)
+                offer = supply.blocks.offer(loan.blocks[index], record)
+                supply.blocks.acknowledge(offer, rank=0)
+            # Also of those whose identity somebody else has published first.
+            self.keep(identities, 0)
+        finally:
+            loan.end()
+        self.brought.setdefault(self.place, []).extend(range(first, first + len(identities)))
+        supply.arrived(identity.hash for identity in identities)
+
+    def land_window(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
+        assert self._prefix is not None
+        number = self._prefix.hashes.index(identity.hash)
+        origin = self._prefix.origin(number)
+        self._supply.windows.put(identity, payload.detach().cpu().clone(), origin)
+        self.num_windows += 1
+
+    def let_go(self) -> None:
+        """Unpin everything. Idempotent."""
+        loans, self._loans = self._loans, []
+        self._pinned.clear()
+        for loan in loans:
+            loan.end()
+
+
+class PrefixSupply:
+    """Brings cached state for the requests of one worker. Used on one event loop.
+
+    Args:
+        pages, prefixes: the worker's local cache.
+        runner: stores payloads.
+        config: timeouts.
+        places: tried in order before the peers, whether or not a request names sources.
+        pulls: the way to peers; None for a worker that reaches none.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        pages: PagePool,
+        prefixes: PrefixCache,
+        runner: ModelRunner,
+        config: TransferConfig,
+        clock: Callable[[], float],
+        places: Sequence[PrefixPlace] = (),
+        pulls: PeerPulls | None = None,
+    ) -> None:
+        self.pages = pages
+        self.blocks = prefixes.blocks
+        self.windows = prefixes.windows
+        self.weights = prefixes.weights
+        self.runner = runner
+        self._clock = clock
+        self._pulls = pulls
+        self._peers = None if pulls is None else PeerPlace(pulls, config)
+        self._places = (*places,) if self._peers is None else (*places, self._peers)
+        self._follow_timeout_s = config.follow_timeout_s
+        self._arriving: dict[bytes, asyncio.Event] = {}
+        self._holds: dict[str, PrefixHold] = {}
+
+    @property
+    def num_holds(self) -> int:
+        """Requests for which something is being brought."""
+        return len(self._holds)
+
+    def holding(self, request_id: str) -> PrefixHold | None:
+        """What is being brought for a request."""
+        return self._holds.get(request_id)
+
+    def find(self, name: str) -> PrefixHold | None:
+        """The same for a request of this id or claim."""
+        claims = (hold for hold in self._holds.values() if hold.request.claim == name)
+        return self._holds.get(name) or next(claims, None)
+
+    def abort_all(self, error: RipresaError) -> None:
+        for hold in self._holds.values():
+            hold.abort(error)
+
+    async def ended(self) -> None:
+        """Return when nothing is brought any more."""
+        while self._holds:
+            await next(iter(self._holds.values())).ended.wait()
+
+    @asynccontextmanager
+    async def bring(
+        self, request: GenerationRequest, prefix: RequestPrefix, needed_blocks: int
+    ) -> AsyncIterator[PrefixHold]:
+        """Bring what the request's sources, and the places, have and this worker lacks.
+
+        Inside the block it stays; admit the request there. Nothing is brought for a request that
+        could not be admitted anyway for want of pages.
+
+        Args:
+            needed_blocks: pages that the request will reserve.
+
+        Raises:
+            RipresaError: the request was given up meanwhile (`PrefixHold.abort`).
+        """
+        hold = PrefixHold(self, request)
+        self._holds[request.request_id] = hold
+        try:
+            if self._may_bring(request, needed_blocks):
+                hold.begin(prefix)
+                await self._bring(hold, prefix)
+            if hold.error is not None:
+                raise hold.error
+            yield hold
+        finally:
+            hold.let_go()
+            del self._holds[request.request_id]
+            hold.ended.set()
+
+    def _may_bring(self, request: GenerationRequest, needed_blocks: int) -> bool:
+        wants = bool(request.sources) or any(place is not self._peers for place in self._places)
+        has_room = self.pages.num_free_slots > 0
+        has_room = has_room and self.pages.num_available_blocks >= needed_blocks
+        return wants and request.cache.reads and has_room
+
+    async def _bring(self, hold: PrefixHold, prefix: RequestPrefix) -> None:
+        request = hold.request
+        wanted = prefix.wanted()
+        local = len(prefix.held(wanted))
+        planned = local
+        due_s = None if request.deadline is None else request.deadline - self._clock()
+        try:
+            async with asyncio.timeout(due_s), hold.until_aborted():
+                for place in self._places:
+                    chain = await place.chain(wanted)
+                    planned = max(planned, len(chain))
+                    hold.place = place.name
+                    await self._complete(place, wanted, chain, hold)
+                num_held = hold.keep(prefix.held(wanted), 0)
+                if self._peers is not None:
+                    await self._peers.bring_windows(wanted, num_held, hold)
+                planned = max(planned, self._planned_to_follow(wanted, planned))
+                await self._follow(wanted, prefix, hold)
+        except TimeoutError:
+            # Given up, or overdue: admission says so.
+            return
+        num_held = len(prefix.held(wanted))
+        missing = missing_windows(wanted, len(wanted.hashes))
+        hold.outcome = PrefixOutcome(
+            num_planned=planned,
+            num_local=local,
+            num_held=num_held,
+            from_peers=_ranges(hold.brought.get("peers", [])),
+            from_disk=_ranges(hold.brought.get("disk", [])),
+            num_windows_from_peers=hold.num_windows,
+            missing_windows=tuple(w.boundary // wanted.window for w in missing),
+            gone_at=self._gone_at(wanted, num_held),
+        )
+
+    async def _complete(
+        self,
+        place: PrefixPlace,
+        wanted: WantedPrefix,
+        chain: Sequence[BlockIdentity],
+        hold: PrefixHold,
+    ) -> None:
+        """Bring what is missing of a chain, until a block does not come."""
+        joined: set[bytes] = set()
+        number = 0
+        while (number := hold.keep(chain, number)) < len(chain):
+            if await self._join(chain[number].hash, joined):
+                continue
+            stop = number + 1
+            while (
+                stop < len(chain)
+                and chain[stop] not in self.blocks
+                and chain[stop].hash not in self._arriving
+            ):
+                stop += 1
+            with self._bringing(identity.hash for identity in chain[number:stop]):
+                await place.bring(wanted, chain, number, stop, hold)
+            if chain[number] not in self.blocks:
+                return
+
+    async def _follow(self, wanted: WantedPrefix, prefix: RequestPrefix, hold: PrefixHold) -> None:
+        """Bring what a leader computes, until its next block will not come."""
+        leader = wanted.sources.leader
+        if leader is None or self._pulls is None:
+            return
+        stop = min(leader.stop, len(wanted.hashes))
+        joined: set[bytes] = set()
+        hold.place = "peers"
+        while True:
+            number = hold.keep(prefix.held(wanted), 0)
+            if not leader.first <= number < stop:
+                return
+            if not await self._join(wanted.hashes[number], joined):
+                break
+        with self._bringing(wanted.hashes[number:stop]):
+            await self._pulls.pull(
+                wanted,
+                leader.holder,
+                hold,
+                first=number,
+                stop=stop,
+                restarts=None,
+                leader=leader.request_id,
+                timeout_s=self._follow_timeout_s,
+            )
+
+    @staticmethod
+    def _planned_to_follow(wanted: WantedPrefix, planned: int) -> int:
+        leader = wanted.sources.leader
+        if leader is None or leader.first > planned:
+            return planned
+        return min(leader.stop, len(wanted.hashes))
+
+    @staticmethod
+    def _gone_at(wanted: WantedPrefix, num_held: int) -> int | None:
+        leader = wanted.sources.leader
+        if leader is None or num_held >= min(leader.stop, len(wanted.hashes)):
+            return None
+        return num_held
+
+    async def _join(self, block_hash: bytes, joined: set[bytes]) -> bool:
+        """Wait for a block that is brought for another request, once; whether there was one."""
+        arrival = self._arriving.get(block_hash)
+        if arrival is None or block_hash in joined:
+            return False
+        joined.add(block_hash)
+        await arrival.wait()
+        return True
+
+    @contextmanager
+    def _bringing(self, hashes: Iterable[bytes]) -> Iterator[None]:
+        """Others wait for these blocks until they landed or the block ends."""
+        mine = {h: asyncio.Event() for h in hashes if h not in self._arriving}
+        self._arriving.update(mine)
+        try:
+            yield
+        finally:
+            self.arrived(h for h, event in mine.items() if self._arriving.get(h) is event)
+
+    def arrived(self, hashes: Iterable[bytes]) -> None:
+        """Nobody needs to wait for these blocks any more (for `PrefixHold`)."""
+        for block_hash in list(hashes):
+            event = self._arriving.pop(block_hash, None)
+            if event is not None:
+                event.set()
+
+    def check_integrity(self) -> None:
+        """Raise RipresaError (INTERNAL) if blocks arrive for nobody."""
+        if self._arriving and not self._holds:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"{len(self._arriving)} KV blocks arrive for no request"
+            )
+
+
+def _ranges(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges of these numbers, ascending."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = (ranges[-1][0], number + 1)
+        else:
+            ranges.append((number, number + 1))
+    return tuple(ranges)
