@@ -27,7 +27,6 @@ from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 
-
 EXPLAIN_TIMEOUT_S = 5.0
 """Longest wait for what the other gateways remember."""
 
