@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from ripresa.cluster.directory.events import Lookup
+from ripresa.cluster.placement import computing_worker
 from ripresa.cluster.routing.held_prefix import HeldPrefix, PrefixChain
 from ripresa.cluster.routing.route_plan import Candidate, Cost, PlannedHit, RoutePlan
 from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad
@@ -128,7 +129,6 @@ class _Routes:
     settings: PlannerSettings
     _held: HeldPrefix = field(init=False)
     _loads: Mapping[str, WorkerLoad] = field(init=False)
-    _spared: frozenset[str] = field(init=False)
     _plans: dict[tuple[PrefixChain, tuple[int, ...]], PrefillPlan] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,9 +151,6 @@ class _Routes:
             None if query.recipe is None else query.recipe.restarts,
             {worker.worker_id: worker.address for worker in everybody},
         )
-        self._spared = _far_above_mean(self.decoders, self.settings.max_lead) | _far_above_mean(
-            self.encoders, self.settings.max_lead
-        )
 
     def candidates(self) -> list[Candidate]:
         works = [(worker, self._work(worker)) for worker in self.encoders]
@@ -167,9 +164,20 @@ class _Routes:
         return self._with_notes(found)
 
     def _ready_order(self, encoder: WorkerLoad, work: _Work) -> tuple[bool, float, int, str]:
+        """The holder that the placement rule prefers, then whoever is done first."""
         ready_s = encoder.queue_s + work.bring_s + encoder.prefill_s(work.num_encoder_rows, None)
-        name = encoder.worker_id
-        return name in self._spared, ready_s, encoder.num_requests, name
+        is_preferred = encoder.worker_id == self._holder(self.encoders)
+        return not is_preferred, ready_s, encoder.num_requests, encoder.worker_id
+
+    def _holder(self, workers: Sequence[WorkerLoad]) -> str | None:
+        """The one of these workers that should compute what it holds; None if none holds any."""
+        best = self._held.best()
+        held = {worker.worker_id: self._held.share(worker.worker_id, best) for worker in workers}
+        if not any(held.values()):
+            return None
+        work = {worker.worker_id: worker.queue_s for worker in workers}
+        name = computing_worker(held, work, self.settings.max_lead)
+        return name if held[name] else None
 
     def rank(self, candidate: Candidate) -> tuple[bool, float, int, int, str, str]:
         """Cheaper first; among equals whoever has fewer requests."""
@@ -185,18 +193,14 @@ class _Routes:
 
     def _with_notes(self, candidates: list[Candidate]) -> list[Candidate]:
         """Routes that other rules than cost exclude, while others remain, say why."""
-        settings, limit = self.settings, self.settings.max_local_rows
-        reachable: dict[bool, int] = {}
-        for candidate in candidates:
-            if candidate.computing not in self._spared:
-                is_local = candidate.encoder is None
-                reachable[is_local] = max(candidate.hit.start, reachable.get(is_local, 0))
+        limit = self.settings.max_local_rows
+        holders = {True: self._holder(self.decoders), False: self._holder(self.encoders)}
         noted = []
         for candidate in candidates:
             note = ""
-            is_best = candidate.hit.start > reachable.get(candidate.encoder is None, -1)
-            if candidate.computing in self._spared and not is_best:
-                note = f"its queue is more than {settings.max_lead:.0%} above the mean"
+            holder = holders[candidate.encoder is None]
+            if candidate.sources.blocks and holder not in (None, candidate.computing):
+                note = f"{holder} holds more of it and is not far busier than the others"
             num_rows = self.query.num_tokens - candidate.hit.start
             if (
                 limit is not None
@@ -343,14 +347,6 @@ def _num_decoder_rows(plan: PrefillPlan) -> int:
     """Decoder rows of a prefill."""
     first, stop = plan.decoder_rows
     return stop - first
-
-
-def _far_above_mean(workers: Sequence[WorkerLoad], max_lead: float) -> frozenset[str]:
-    """Workers whose queue is so far above the mean that others are to be preferred."""
-    if not workers:
-        return frozenset()
-    limit = (1 + max_lead) * sum(worker.queue_s for worker in workers) / len(workers)
-    return frozenset(worker.worker_id for worker in workers if worker.queue_s > limit)
 
 
 def _max_chunk_rows(

@@ -23,8 +23,8 @@ class PlannerSettings:
         inter_token_target_s: no step of a decode worker with streams should take longer.
         max_local_rows: longer prompts, less what is cached, go to an encoder if there is one; null
             leaves it to the cost, 0 spares decode workers every prompt.
-        max_lead: a worker whose queue is so much above the mean computes nothing that another one
-            can compute with the same hit.
+        max_lead: who holds most of a prompt computes it, unless its queue is this share above the
+            mean of its kind.
         log_plans: newest plans that a gateway can explain.
     """
 
