@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds to wait for a gateway.",
 )
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the answer, and how it was computed, for `ripresa reproduce`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line and event.")
 def generate(
     address: str,
@@ -59,6 +65,7 @@ def generate(
     request_id: str,
     timeout_s: float | None,
     connect_timeout_s: float,
+    record: Path | None,
     as_json: bool,
     **sampling: object,
 ) -> None:
@@ -74,8 +81,10 @@ def generate(
       ripresa generate --prompt-file prompt.txt --temperature 0
       cat prompt.txt | ripresa generate --prompt-file - --seed 7 --json
       ripresa generate --token-ids 0,4,260,5 --top-p 0.95
+      ripresa generate --prompt "Once upon a time" --record answer.json
     """
     from ripresa.cluster.gateway.client import Client
+    from ripresa.cluster.gateway.recorder import Recorder
 
     given = {name: value for name, value in sampling.items() if value not in (None, ())}
     given["stop_token_ids"] = given.pop("stop_token_id", ())
@@ -83,6 +92,9 @@ def generate(
     with Client(address) as client:
         with progress(f"connecting to {address}"):
             client.wait_until_connected(connect_timeout_s)
+        recorder = None if record is None else Recorder()
+        if recorder is not None and isinstance(question, str):
+            question = list(client.tokenize(question))
         answers = client.generate(
             question,
             sampling=given,
@@ -90,9 +102,12 @@ def generate(
             model=model,
             request_id=request_id,
             timeout_s=timeout_s,
+            recorder=recorder,
         )
         with closing(answers):
             _print(_telling_waits(answers), as_json)
+    if record is not None and recorder is not None:
+        recorder.recording().write(record)
 
 
 def _read_prompt(

@@ -1252,6 +1252,7 @@ class CacheProvenance(_message.Message):
     SWA_FLOOR_TOKEN_FIELD_NUMBER: _builtins.int
     WRITE_FLOOR_TOKEN_FIELD_NUMBER: _builtins.int
     RULES_VERSION_FIELD_NUMBER: _builtins.int
+    SOURCE_FLOOR_TOKEN_FIELD_NUMBER: _builtins.int
     boundary_token: _builtins.int
     """start: first position that was computed"""
     replay_mode: Global___ReplayMode.ValueType
@@ -1277,6 +1278,10 @@ class CacheProvenance(_message.Message):
     """block KV below it was read as cached"""
     rules_version: _builtins.str
     """of the hit and replay rules"""
+    source_floor_token: _builtins.int
+    """Lowest of layer E's own window rows that was read, where it lies below
+    decoder_start_token (tail layer_exact).
+    """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheSegment]: ...
     @_builtins.property
@@ -1303,14 +1308,20 @@ class CacheProvenance(_message.Message):
         swa_floor_token: _builtins.int = ...,
         write_floor_token: _builtins.int = ...,
         rules_version: _builtins.str = ...,
+        source_floor_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_replay_start_token", b"_replay_start_token", "replay_start_token", b"replay_start_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replay_start_token", b"_replay_start_token", "_source_floor_token", b"_source_floor_token", "replay_start_token", b"replay_start_token", "source_floor_token", b"source_floor_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_start_token", b"_replay_start_token", "anchor_interval", b"anchor_interval", "boundary_token", b"boundary_token", "bounded_generations", b"bounded_generations", "decoder_start_token", b"decoder_start_token", "kind", b"kind", "prefix_digest", b"prefix_digest", "recomputed_tokens", b"recomputed_tokens", "replay_mode", b"replay_mode", "replay_start_token", b"replay_start_token", "restarts", b"restarts", "rules_version", b"rules_version", "segments", b"segments", "swa_floor_token", b"swa_floor_token", "tail", b"tail", "write_floor_token", b"write_floor_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_start_token", b"_replay_start_token", "_source_floor_token", b"_source_floor_token", "anchor_interval", b"anchor_interval", "boundary_token", b"boundary_token", "bounded_generations", b"bounded_generations", "decoder_start_token", b"decoder_start_token", "kind", b"kind", "prefix_digest", b"prefix_digest", "recomputed_tokens", b"recomputed_tokens", "replay_mode", b"replay_mode", "replay_start_token", b"replay_start_token", "restarts", b"restarts", "rules_version", b"rules_version", "segments", b"segments", "source_floor_token", b"source_floor_token", "swa_floor_token", b"swa_floor_token", "tail", b"tail", "write_floor_token", b"write_floor_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replay_start_token: _TypeAlias = _typing.Literal["replay_start_token"]  # noqa: Y015
     _WhichOneofArgType__replay_start_token: _TypeAlias = _typing.Literal["_replay_start_token", b"_replay_start_token"]  # noqa: Y015
+    _WhichOneofReturnType__source_floor_token: _TypeAlias = _typing.Literal["source_floor_token"]  # noqa: Y015
+    _WhichOneofArgType__source_floor_token: _TypeAlias = _typing.Literal["_source_floor_token", b"_source_floor_token"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__replay_start_token) -> _WhichOneofReturnType__replay_start_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__source_floor_token) -> _WhichOneofReturnType__source_floor_token | None: ...
 
 Global___CacheProvenance: _TypeAlias = CacheProvenance  # noqa: Y015
 

@@ -15,6 +15,7 @@ import grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from ripresa.cluster.gateway.recorder import Recorder
 from ripresa.cluster.gateway.status import STATUS
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
@@ -120,6 +121,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        recorder: Recorder | None = None,
     ) -> Generator[Answer]:
         """Stream an answer: `Began`, pieces, `Ended`. Closing the iterator cancels the request.
 
@@ -127,18 +129,34 @@ class Client:
             prompt: plain text, or token ids.
             sampling: fields of the wire's `SamplingParams`; absent ones get the server's default.
             timeout_s: deadline of the whole call.
+            recorder: hears the whole call.
 
         Raises:
             RipresaError: the server refused or failed the request.
         """
         request = _request(prompt, sampling, tail, model, request_id)
         call = self._stub.Generate(request, timeout=timeout_s)
+        responses: Iterable[pb.GenerateResponse] = call
+        if recorder is not None:
+            recorder.sent(request)
+            responses = _heard(call, recorder)
         try:
-            yield from _answers(call)
+            yield from _answers(responses)
         except grpc.RpcError as error:
             raise to_ripresa_error(error) from error
         finally:
             call.cancel()
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The token ids that the server makes of a plain text.
+
+        Raises:
+            RipresaError: the server refused it.
+        """
+        try:
+            return tuple(self._stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids)
+        except grpc.RpcError as error:
+            raise to_ripresa_error(error) from error
 
 
 def open_channel(address: str) -> grpc.Channel:
@@ -191,6 +209,14 @@ def _request(
     except (ValueError, TypeError) as error:
         raise InvalidArgument("sampling", f"cannot be sent: {error}") from error
     return request
+
+
+def _heard(
+    responses: Iterable[pb.GenerateResponse], recorder: Recorder
+) -> Iterator[pb.GenerateResponse]:
+    for response in responses:
+        recorder.received(response)
+        yield response
 
 
 def _answers(responses: Iterable[pb.GenerateResponse]) -> Iterator[Answer]:

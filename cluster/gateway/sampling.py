@@ -98,6 +98,12 @@ def check_sampling(
         raise InvalidArgument(
             name("min_tokens"), f"must be 0 to max_tokens ({max_tokens}), is {asked.min_tokens}"
         )
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed
+    return settled(asked, max_tokens, seed)
+
+
+def settled(asked: AskedSampling, max_tokens: int, seed: int) -> SamplingParams:
+    """The parameters of one choice, with the server's defaults for what was not asked for."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
@@ -105,7 +111,7 @@ def check_sampling(
         top_p=1.0 if asked.top_p is None else asked.top_p,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        seed=seed,
         min_p=asked.min_p,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,

@@ -207,6 +207,8 @@ def provenance(recipe: Recipe, mode: ReplayMode) -> pb.CacheProvenance:
         swa_floor_token=recipe.swa_floor,
         write_floor_token=recipe.write_floor,
         rules_version=recipe.rules_version,
+        anchor_interval=recipe.anchor_interval or 0,
+        source_floor_token=recipe.source_floor,
     )
 
 
