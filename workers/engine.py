@@ -31,6 +31,7 @@ from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import (
     ConfigError,
     ErrorCode,
+    LeaderGone,
     ResourceExhausted,
     RipresaError,
     Unavailable,
@@ -40,6 +41,7 @@ from ripresa.workers.models.base import ModelRunner, StepOutput
 from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
 from ripresa.workers.prefix_exchange import PrefixExchange
 from ripresa.workers.prefix_pulls import PeerAccess
+from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.prefix_supply import PrefixHold
 from ripresa.workers.replay import Recipe
 from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
@@ -176,6 +178,7 @@ class EngineCore:
         num_blocks = self._scheduler.num_needed_blocks(request)
         async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
             await self._make_way(request, hold)
+            _check_leader(request, hold.outcome)
             try:
                 sequence = self._add(request, prefix, is_inbound)
             except ResourceExhausted:
@@ -576,6 +579,19 @@ class EngineCore:
         del self._by_id[job.request.request_id]
         job.released.set()
         self._runner.release_slot(slot)
+
+
+def _check_leader(request: GenerationRequest, outcome: PrefixOutcome) -> None:
+    """Raise LeaderGone if others' blocks will not come, so that only one request computes them."""
+    leader = request.sources.leader
+    # A request that goes on from its own blocks computes the rest by itself.
+    if leader is None or leader.request_id == request.request_id or outcome.gone_at is None:
+        return
+    if outcome.gone_at >= leader.first:
+        raise LeaderGone(
+            f"block {outcome.gone_at} of the prompt will not come from {leader.holder.worker_id}; "
+            "ask the directory who computes it now"
+        )
 
 
 def _deadline_exceeded() -> RipresaError:

@@ -48,7 +48,15 @@ class PrefixExchange:
         self._pulls = None if peers is None else PeerPulls(peers, runner)
         self._serving = None if peers is None else PrefixServing(prefixes, live, peers, config)
         self.supply = PrefixSupply(
-            pages, prefixes, runner, config, clock, places=places, pulls=self._pulls
+            pages,
+            prefixes,
+            runner,
+            config,
+            clock,
+            places=places,
+            pulls=self._pulls,
+            own=None if peers is None else peers.own,
+            leader=live.leader,
         )
 
     def sink(self, hand_overs: Sink[Manifest] | None = None) -> Sink[AnyManifest]:

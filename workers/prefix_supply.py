@@ -10,22 +10,24 @@ the first's, and asks by itself only if that failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import torch
 
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_record import BlockRecord, Producer
 from ripresa.workers.cache.block_table import PageLoan, PagePool
 from ripresa.workers.config import TransferConfig
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.job import Job
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.peer_place import PeerPlace, missing_windows
 from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
 from ripresa.workers.prefix_place import PrefixPlace, WantedPrefix
 from ripresa.workers.prefix_pulls import PeerPulls
-from ripresa.workers.prefix_sources import PrefixOutcome
+from ripresa.workers.prefix_sources import LeaderSource, PrefixOutcome
 from ripresa.workers.request import GenerationRequest
 
 
@@ -132,6 +134,8 @@ class PrefixSupply:
         places: tried in order before the peers, whether or not a request names sources.
         pulls: the way to peers; None for a worker that reaches none.
         clock: seconds since the epoch.
+        own: this worker; None for one that nobody names.
+        leader: finds a request of this worker by id or claim, once it is admitted.
     """
 
     def __init__(
@@ -143,7 +147,12 @@ class PrefixSupply:
         clock: Callable[[], float],
         places: Sequence[PrefixPlace] = (),
         pulls: PeerPulls | None = None,
+        *,
+        own: WorkerAddress | None,
+        leader: Callable[[str], Awaitable[Job | None]],
     ) -> None:
+        self._own = own
+        self._leader = leader
         self.pages = pages
         self.blocks = prefixes.blocks
         self.windows = prefixes.windows
@@ -277,9 +286,14 @@ class PrefixSupply:
     async def _follow(self, wanted: WantedPrefix, prefix: RequestPrefix, hold: PrefixHold) -> None:
         """Bring what a leader computes, until its next block will not come."""
         leader = wanted.sources.leader
-        if leader is None or self._pulls is None:
+        if leader is None:
             return
         stop = min(leader.stop, len(wanted.hashes))
+        if leader.holder == self._own:
+            await self._wait_here(wanted, leader, stop, prefix, hold)
+            return
+        if self._pulls is None:
+            return
         joined: set[bytes] = set()
         hold.place = "peers"
         while True:
@@ -299,6 +313,23 @@ class PrefixSupply:
                 leader=leader.request_id,
                 timeout_s=self._follow_timeout_s,
             )
+
+    async def _wait_here(
+        self,
+        wanted: WantedPrefix,
+        leader: LeaderSource,
+        stop: int,
+        prefix: RequestPrefix,
+        hold: PrefixHold,
+    ) -> None:
+        """Wait for what a request of this worker computes, until its next block will not come."""
+        job = await self._leader(leader.request_id)
+        while job is not None:
+            number = hold.keep(prefix.held(wanted), 0)
+            end = (number + 1) * wanted.window
+            if not leader.first <= number < stop or job.is_over or job.sequence.committed >= end:
+                return
+            await job.moved()
 
     @staticmethod
     def _planned_to_follow(wanted: WantedPrefix, planned: int) -> int:
