@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.cluster.directory.link import DirectoryLink
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.served_model import ServedModel
@@ -22,10 +24,12 @@ from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
 from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
+
+log = logging.getLogger(__name__)
 
 EXPLAIN_TIMEOUT_S = 5.0
 """Longest wait for what the other gateways remember."""
@@ -102,11 +106,13 @@ class Gateway:
         self._router = ClusterRouter(
             self._view, calls, hints, start.planner, on_waste=metrics.wasted
         )
+        tokenizer = Tokenizer(Path(start.tokenizer_file))
         self.service = InferenceService(
             self._router,
             start.model,
-            Tokenizer(Path(start.tokenizer_file)),
+            tokenizer,
             metrics,
+            encoding=_chat_encoding(tokenizer, start),
             window=start.geometry.window,
             default_tail=start.default_tail,
             max_running=start.max_running,
@@ -165,3 +171,12 @@ class Gateway:
         await self._grpc.stop(self._drain_grace_s)
         self.service.close()
         await self._view.stop()
+
+
+def _chat_encoding(tokenizer: Tokenizer, start: GatewayStart) -> ChatEncoding | None:
+    """None for a tokenizer without the special tokens; such a model completes text alone."""
+    try:
+        return ChatEncoding(tokenizer, Path(start.tokenizer_file), start.model.name)
+    except CheckpointError as error:
+        log.warning("chat is not served: %s", error)
+        return None

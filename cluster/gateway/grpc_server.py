@@ -170,6 +170,7 @@ def _service_handlers(
         unary["Detokenize"] = service.detokenize
         unary["ListModels"] = service.list_models
         streaming["Generate"] = service.generate
+        streaming["Chat"] = service.chat
     handlers: dict[str, Any] = {}
     for method in descriptor.methods:
         if method.name in unary:
@@ -231,7 +232,9 @@ async def _call(request: Message | RipresaError, context: Context) -> AsyncGener
     remaining_s: float | None = context.time_remaining()
     deadline = None if remaining_s is None else time.time() + remaining_s
     # The decoder has checked it.
-    own_id = request.options.request_id if isinstance(request, pb.GenerateRequest) else ""
+    own_id = ""
+    if isinstance(request, pb.GenerateRequest | pb.ChatRequest):
+        own_id = request.options.request_id
     call = Call(own_id or uuid.uuid4().hex, deadline)
     try:
         if isinstance(request, RipresaError):

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ripresa.cluster.gateway.stop_strings import StopStrings
 from ripresa.cluster.gateway.stream_facts import REASON, StreamFacts
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.routing.prompt import PromptRequest
+from ripresa.cluster.gateway.validation import AskedText
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.request import Finished, FinishReason, Tokens
 
 
 class Responses:
-    """Builds the responses of one stream, in order.
+    """Builds the responses of one stream, in order; a `Teller`.
 
     Args:
-        prompts: one for each choice.
-        stop: strings that end a choice; they are not part of its text.
         return_token_ids: deltas carry ids beside the text.
     """
 
     def __init__(
         self,
         facts: StreamFacts,
-        prompts: Sequence[PromptRequest],
+        asked: AskedText,
         tokenizer: Tokenizer,
         *,
-        stop: Sequence[str],
         return_token_ids: bool,
     ) -> None:
         self._facts = facts
         self._return_token_ids = return_token_ids
-        self._min_tokens = prompts[0].sampling.min_tokens
-        self._texts = [tokenizer.stream() for _ in prompts]
-        self._stops = [StopStrings(stop) for _ in prompts]
-        self._num_open = len(prompts)
+        self._min_tokens = asked.prompts[0].sampling.min_tokens
+        self._texts = [tokenizer.stream() for _ in asked.prompts]
+        self._stops = [StopStrings(asked.stop) for _ in asked.prompts]
+        self._num_open = len(asked.prompts)
         self._sequence = 0
 
-    def started(self) -> pb.GenerateResponse:
-        """What is computed of the prompt is known."""
-        return self._numbered(pb.GenerateResponse(started=self._facts.started()))
+    def started(self) -> list[pb.GenerateResponse]:
+        return [self._numbered(pb.GenerateResponse(started=self._facts.started()))]
 
-    def delta(self, choice: int, tokens: Tokens) -> pb.GenerateResponse | None:
-        """The delta of some tokens; None if it would be empty (a character is incomplete).
+    def deltas(self, choice: int, tokens: Tokens) -> list[pb.GenerateResponse]:
+        """The delta of some tokens; none if it would be empty (a character is incomplete).
 
         Raises:
             RipresaError: the tokens do not continue the choice where it stood.
@@ -56,21 +50,18 @@ class Responses:
         if self._return_token_ids:
             delta.token_ids.extend(tokens.token_ids)
         if not delta.text and not delta.token_ids and not delta.logprobs:
-            return None
-        return self._numbered(pb.GenerateResponse(delta=delta))
+            return []
+        return [self._numbered(pb.GenerateResponse(delta=delta))]
 
     def is_stopped(self, choice: int) -> bool:
-        """A stop string has ended the choice; close it with `stopped`."""
         return self._stops[choice].matched is not None
 
     def stopped(self, choice: int) -> list[pb.GenerateResponse]:
-        """The end of a choice in which a stop string was found."""
         end = pb.Finished(choice=choice, reason=REASON[FinishReason.STOP])
         end.stop_string = self._stops[choice].matched or ""
         return self._end(end)
 
     def finished(self, choice: int, finished: Finished) -> list[pb.GenerateResponse]:
-        """The rest of a choice's text, `finished`, and `completed` behind the last choice."""
         self._facts.finished(choice, finished.num_generated_tokens)
         stops = self._stops[choice]
         rest = stops.feed(self._texts[choice].finish()) + stops.finish()

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol as TypingProtocol
 from typing import TypeVar
 
+from ripresa.cluster.gateway.chat_answer import ChatAnswer
+from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol
+from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
+from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
+from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import Run
+from ripresa.cluster.gateway.sampling import asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
     check_model,
@@ -23,15 +30,32 @@ from ripresa.cluster.gateway.served_model import (
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.stream_facts import StreamFacts, build
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import Arrival, check_request_id, read_prompts
+from ripresa.cluster.gateway.told_stream import Teller, told
+from ripresa.cluster.gateway.validation import (
+    Arrival,
+    AskedText,
+    check_request_id,
+    read_generate,
+)
 from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, Router
+from ripresa.cluster.routing.prompt import PromptRequest, Router
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import Finished, Tokens
 
 T = TypeVar("T")
+M = TypeVar("M")
+
+
+class Asked(TypingProtocol):
+    """A request that was accepted."""
+
+    @property
+    def prompts(self) -> tuple[PromptRequest, ...]:
+        """One for each choice."""
+
+
+A = TypeVar("A", bound=Asked)
 
 # A client's deadline passes a little before the server's copy of it: gRPC rounds the time given up
 # by at most 1 % on the wire, and the client's clock started a transit earlier.
@@ -57,6 +81,7 @@ class InferenceService:
 
     Args:
         router: runs prompts; nothing invalid reaches it.
+        encoding: renders conversations and parses answers; None refuses them.
         window: W, tokens in a block.
         default_tail: tail variant of requests that name none.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
@@ -72,6 +97,7 @@ class InferenceService:
         tokenizer: Tokenizer,
         metrics: GatewayMetrics,
         *,
+        encoding: ChatEncoding | None = None,
         window: int = 128,
         default_tail: TailVariant = TailVariant.FLOORED,
         max_running: int = 1024,
@@ -83,6 +109,7 @@ class InferenceService:
         self._model = model
         self._tokenizer = tokenizer
         self.metrics = metrics
+        self._encoding = encoding
         self._window = window
         self._default_tail = default_tail
         self._max_running = max_running
@@ -126,47 +153,143 @@ class InferenceService:
         Raises:
             RipresaError: the request is refused or failed; nothing follows.
         """
+        arrival = self.arrival(call)
+        read = partial(read_generate, request, self._model, self._tokenizer, arrival)
+
+        def tell(asked: AskedText, facts: StreamFacts) -> Responses:
+            return Responses(
+                facts, asked, self._tokenizer, return_token_ids=request.return_token_ids
+            )
+
+        async with aclosing(self.stream(read, tell, call)) as responses:
+            async for response in responses:
+                yield response
+
+    async def chat(self, request: pb.ChatRequest, call: Call) -> AsyncGenerator[pb.ChatResponse]:
+        """Stream one answer to a conversation. However the stream ends, its work does.
+
+        Raises:
+            RipresaError: the request is refused or failed; nothing follows.
+        """
+        reader = self.chat_reader()
+        arrival = self.arrival(call)
+
+        def read() -> AskedChat:
+            options = request.options
+            check_request_id(options.request_id, "options.request_id")
+            check_model(options.model, self._model, "options.model")
+            asked = asked_by(request.sampling)
+            body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
+            return reader.read(body, protocol, options, asked, arrival, in_message)
+
+        def tell(asked: AskedChat, facts: StreamFacts) -> ChatResponses:
+            answers = [
+                ChatAnswer(
+                    reader.encoding.parser(asked.prompt, call.request_id),
+                    self._tokenizer.stream(),
+                    asked.prompt.stop,
+                )
+                for _ in asked.prompts
+            ]
+            return ChatResponses(facts, answers, return_token_ids=request.return_token_ids)
+
+        stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING)
+        async with aclosing(stream) as responses:
+            async for response in responses:
+                yield response
+
+    def arrival(self, call: Call) -> Arrival:
+        """What a reader needs to know of a call."""
+        return Arrival(call.request_id, call.deadline, self._default_tail)
+
+    def chat_reader(self) -> ChatReader:
+        """Reads conversations.
+
+        Raises:
+            RipresaError: FAILED_PRECONDITION; the model's tokenizer knows no chat encoding.
+        """
+        if self._encoding is None:
+            raise RequestError(
+                ErrorCode.FAILED_PRECONDITION,
+                "CHAT_UNAVAILABLE",
+                "the served model's tokenizer lacks the special tokens of a DeepSeek-V4.1 chat; "
+                "use Generate",
+            )
+        return ChatReader(self._encoding, self._model, self._tokenizer)
+
+    async def stream(
+        self,
+        read: Callable[[], A],
+        tell: Callable[[A, StreamFacts], Teller[M]],
+        call: Call,
+        *,
+        encoding: str = "",
+    ) -> AsyncGenerator[M]:
+        """Read a request off the loop, admit it, run it, and count whatever becomes of it.
+
+        Args:
+            read: the checked request; it raises what is wrong with it.
+            tell: who makes the stream's messages.
+            encoding: how the prompt was rendered, if it was.
+
+        Raises:
+            RipresaError: the request is refused or failed; nothing follows.
+        """
         received = self._clock()
-        arrival = Arrival(call.request_id, call.deadline, self._default_tail)
-        read = partial(read_prompts, request, self._model, self._tokenizer, arrival)
-        async with self._running_request(read, call) as (prompts, run):
+        late_from = expiry(time.time(), call.deadline)
+        try:
+            asked = await self.off_loop(read, call)
+            self._admit(asked.prompts)
+        except RipresaError as error:
+            self.metrics.request_rejected(error.code)
+            raise
+        prompts = asked.prompts
+        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend)
+        try:
             facts = StreamFacts(
-                prompts, self._model, self._tokenizer, clock=self._clock, received=received
-            )
-            responses = Responses(
-                facts,
                 prompts,
+                self._model,
                 self._tokenizer,
-                stop=request.sampling.stop,
-                return_token_ids=request.return_token_ids,
+                encoding=encoding,
+                clock=self._clock,
+                received=received,
             )
-            async with aclosing(_stream(run, facts, responses)) as stream:
-                async for response in stream:
-                    yield response
+            async with aclosing(told(run, facts, tell(asked, facts))) as messages:
+                async for message in messages:
+                    yield message
+        except BaseException as error:
+            run.fail(_outcome(error, late_from))
+            raise
+        finally:
+            del self._running[prompts[0].request_id]
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id", "name the request to end")
         check_request_id(request.request_id, "request_id")
-        first = request.request_id
-        # The failure of one choice ends the others.
-        return pb.AbortResponse(found=await self._router.abort(first))
+        # It is the first choice's; the failure of one ends the others.
+        return pb.AbortResponse(found=await self._router.abort(request.request_id))
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         check_model(request.model, self._model, "model")
+        conversation: pb.FullConversation | None = None
         match request.WhichOneof("input"):
             case None:
-                raise InvalidArgument("input", "give `text`")
+                raise InvalidArgument("input", "give `text` or `conversation`")
             case "conversation":
-                raise InvalidArgument("conversation", "`conversation` is not supported yet")
+                conversation = request.conversation
 
-        def encode() -> list[int]:
+        def encode() -> tuple[str, Sequence[int]]:
+            if conversation is not None:
+                body = conversation_body(conversation, "conversation")
+                prompt, token_ids = self.chat_reader().encode(body, Protocol.CHAT_COMPLETIONS)
+                return prompt.text, token_ids
             check_text_fits(request.text, self._model, self._tokenizer, "text")
-            return self._tokenizer.encode(request.text)
+            return request.text, self._tokenizer.encode(request.text)
 
-        token_ids = await self._off_loop(encode, call)
+        text, token_ids = await self.off_loop(encode, call)
         return pb.TokenizeResponse(
-            token_ids=token_ids, prompt=request.text, max_model_len=self._model.max_model_len
+            token_ids=token_ids, prompt=text, max_model_len=self._model.max_model_len
         )
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
@@ -182,21 +305,23 @@ class InferenceService:
             check_token_ids(token_ids, self._model, "token_ids")
             return self._tokenizer.decode(token_ids)
 
-        return pb.DetokenizeResponse(text=await self._off_loop(decode, call))
+        return pb.DetokenizeResponse(text=await self.off_loop(decode, call))
 
     async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         model = pb.Model(
             id=self._model.name,
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
-            capabilities=["generate"],
-            build=build(self._model, self._tokenizer),
+            capabilities=["generate"] if self._encoding is None else ["generate", "chat"],
+            build=build(
+                self._model, self._tokenizer, "" if self._encoding is None else PROMPT_ENCODING
+            ),
         )
         if self._model.eos_token_id is not None:
             model.eos_token_id = self._model.eos_token_id
         return pb.ListModelsResponse(models=[model])
 
-    async def _off_loop(self, work: Callable[[], T], call: Call) -> T:
+    async def off_loop(self, work: Callable[[], T], call: Call) -> T:
         """Run tokenizer work on its own threads: it takes longer than a token of a stream.
 
         Work that still waits for a thread is dropped when the deadline passes or the caller is
@@ -214,27 +339,6 @@ class InferenceService:
                 ErrorCode.DEADLINE_EXCEEDED,
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
-
-    @asynccontextmanager
-    async def _running_request(
-        self, read: Callable[[], tuple[PromptRequest, ...]], call: Call
-    ) -> AsyncGenerator[tuple[tuple[PromptRequest, ...], Run]]:
-        """Read a request off the loop, admit it, and count whatever becomes of it."""
-        late_from = expiry(time.time(), call.deadline)
-        try:
-            prompts = await self._off_loop(read, call)
-            self._admit(prompts)
-        except RipresaError as error:
-            self.metrics.request_rejected(error.code)
-            raise
-        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend)
-        try:
-            yield prompts, run
-        except BaseException as error:
-            run.fail(_outcome(error, late_from))
-            raise
-        finally:
-            del self._running[prompts[0].request_id]
 
     def _admit(self, prompts: tuple[PromptRequest, ...]) -> None:
         request_id = prompts[0].request_id
@@ -254,33 +358,6 @@ class InferenceService:
                 retry_after_s=1.0,
             )
         self._running[request_id] = len(prompts)
-
-
-async def _stream(
-    run: Run, facts: StreamFacts, responses: Responses
-) -> AsyncGenerator[pb.GenerateResponse]:
-    async with aclosing(run.events()) as events:
-        async for choice, event in events:
-            match event:
-                case Placed() if choice == 0:
-                    facts.placed(event)
-                    if event.recipe is not None:
-                        facts.planned(event.recipe)
-                        yield responses.started()
-                case Planned() if choice == 0:
-                    facts.planned(event.recipe)
-                    yield responses.started()
-                case Tokens():
-                    delta = responses.delta(choice, event)
-                    if delta is not None:
-                        yield delta
-                    if responses.is_stopped(choice):
-                        run.stop(choice)
-                        for response in responses.stopped(choice):
-                            yield response
-                case Finished():
-                    for response in responses.finished(choice, event):
-                        yield response
 
 
 def expiry(now: float, deadline: float | None) -> float:

@@ -55,10 +55,23 @@ class Arrival:
     default_tail: TailVariant
 
 
-def read_prompts(
+@dataclass(frozen=True, slots=True)
+class AskedText:
+    """A completion that was accepted.
+
+    Attributes:
+        prompts: one for each choice.
+        stop: strings that end a choice.
+    """
+
+    prompts: tuple[PromptRequest, ...]
+    stop: tuple[str, ...]
+
+
+def read_generate(
     request: pb.GenerateRequest, model: ServedModel, tokenizer: Tokenizer, arrival: Arrival
-) -> tuple[PromptRequest, ...]:
-    """The prompt that a Generate request asks for, once for each choice.
+) -> AskedText:
+    """What a Generate request asks for.
 
     Raises:
         RipresaError: the request is not acceptable; `field` names the part at fault.
@@ -69,7 +82,8 @@ def read_prompts(
     token_ids = _read_input(request, model, tokenizer)
     asked = asked_by(request.sampling)
     sampling = check_sampling(asked, model, len(token_ids))
-    return choices_of(prompt_request(request.options, token_ids, sampling, arrival), asked.n)
+    first = prompt_request(request.options, token_ids, sampling, arrival)
+    return AskedText(choices_of(first, asked.n), asked.stop)
 
 
 def prompt_request(

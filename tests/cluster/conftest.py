@@ -53,6 +53,11 @@ def encoding(demo: Tokenizer) -> ChatEncoding:
 
 
 @pytest.fixture(scope="session")
+def chat_model(demo: Tokenizer) -> ServedModel:
+    return ServedModel("deepseek-demo", 4096, demo.num_ids, eos_token_id=1, weights_digest="ab12")
+
+
+@pytest.fixture(scope="session")
 def model(tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
         name="tiny",

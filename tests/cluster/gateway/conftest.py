@@ -8,6 +8,7 @@ import grpc
 import pytest
 from in_process_router import InProcessRouter
 
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
@@ -55,3 +56,19 @@ async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
 @pytest.fixture
 async def stub(channel: grpc.aio.Channel) -> ripresa_pb2_grpc.InferenceAsyncStub:
     return ripresa_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture
+async def chat_stub(
+    router: InProcessRouter, chat_model: ServedModel, demo: Tokenizer, encoding: ChatEncoding
+) -> AsyncIterator[ripresa_pb2_grpc.InferenceAsyncStub]:
+    """A client of a gateway that serves the demo model's chats."""
+    metrics = GatewayMetrics(backends=("gloo",))
+    service = InferenceService(router, chat_model, demo, metrics, encoding=encoding)
+    server = GrpcServer(service, host="127.0.0.1", port=0, drain_notice_s=0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield ripresa_pb2_grpc.InferenceStub(channel)
+    assert service.num_running == 0
+    await server.stop(0)
+    service.close()

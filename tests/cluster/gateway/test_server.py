@@ -40,8 +40,8 @@ UNARY_REFUSALS = [
     (
         "Tokenize",
         pb.TokenizeRequest(conversation=pb.FullConversation()),
-        "INVALID_ARGUMENT",
-        "conversation: `conversation` is not supported yet",
+        "FAILED_PRECONDITION",
+        "the served model's tokenizer lacks",
     ),
     (
         "Detokenize",
@@ -63,7 +63,7 @@ async def test_unary_refusals(stub: Any, method: str, request_: Any, code: str, 
 
 async def test_services_of_later_versions_say_so(channel: grpc.aio.Channel) -> None:
     calls = (
-        ripresa_pb2_grpc.InferenceStub(channel).Chat(pb.ChatRequest()).read(),
+        ripresa_pb2_grpc.InferenceStub(channel).Resume(pb.ResumeRequest()).read(),
         ripresa_pb2_grpc.SessionsStub(channel).OpenSession(pb.OpenSessionRequest()),
         ripresa_pb2_grpc.AdminStub(channel).GetClusterStatus(pb.GetClusterStatusRequest()),
     )
