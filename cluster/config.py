@@ -17,6 +17,7 @@ from ripresa.cluster.config_tree import build, override, read_yaml, setting
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import (
+    DEFAULT_ANCHOR_INTERVAL,
     DiskConfig,
     EngineConfig,
     EngramPlacement,
@@ -222,6 +223,7 @@ class ClusterConfig:
         kv_format: `packed` stores cached rows in the released number formats; `float32` as they
             are computed, for debugging.
         default_tail: tail variant of requests that name none.
+        anchor_interval: tokens between two restarts of mode canonical; a multiple of the window.
         torch_threads: threads of torch in each worker process.
         windows: which encoder windows every worker keeps for later hits.
         parked: how decode workers keep sessions between their turns.
@@ -242,13 +244,16 @@ class ClusterConfig:
     numerics: Numerics = Numerics.FAST
     kv_format: KVFormat = KVFormat.PACKED
     default_tail: TailVariant = TailVariant.FLOORED
+    anchor_interval: int = setting(DEFAULT_ANCHOR_INTERVAL, at_least=1)
     torch_threads: int = setting(1, at_least=1)
 
     def __post_init__(self) -> None:
         if not self.model.name.strip():
             raise ConfigError("model.name", "must not be empty")
         if self.default_tail is TailVariant.EXACT:
-            raise ConfigError("default_tail", "`exact` is not available yet")
+            raise ConfigError(
+                "default_tail", "`exact` needs mode exact, which requests ask for by themselves"
+            )
         if self.transfer.backend is TransferBackend.LOOPBACK and self.encoders.replicas > 0:
             raise ConfigError(
                 "transfer.backend",
@@ -289,6 +294,7 @@ class ClusterConfig:
             max_num_seqs=workers.max_num_seqs,
             num_blocks=workers.num_blocks,
             default_tail=self.default_tail,
+            anchor_interval=self.anchor_interval,
             numerics=self.numerics,
             kv_format=self.kv_format,
             engram_placement=self.model.engram_placement,
@@ -324,12 +330,19 @@ def check_against_model(config: ClusterConfig, model: ModelConfig) -> None:
     """Refuse settings that the model makes useless or impossible.
 
     Raises:
-        ConfigError: a budget below two windows, or `w8a8` for a model it does not fit.
+        ConfigError: a budget below two windows, anchors that are no block boundaries, or `w8a8` for
+            a model it does not fit.
     """
+    window = model.sliding_window
+    if config.anchor_interval % window:
+        raise ConfigError(
+            "anchor_interval",
+            f"must be a multiple of this model's window, {window}, is {config.anchor_interval}",
+        )
     pools = {"decoders": config.decoders.max_batched_tokens}
     if config.encoders.replicas > 0:
         pools["encoders"] = config.encoders.max_batched_tokens
-    least = 2 * model.sliding_window
+    least = 2 * window
     for name, budget in pools.items():
         if budget < least:
             raise ConfigError(

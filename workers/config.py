@@ -10,6 +10,9 @@ from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.replay import TailVariant
 
+DEFAULT_ANCHOR_INTERVAL = 4096
+"""A: tokens between two restarts of mode canonical."""
+
 
 class Numerics(StrEnum):
     """DETERMINISTIC: rows equal bitwise whatever their batch mates. FAST: equal to rounding."""
@@ -162,6 +165,7 @@ class EngineConfig:
         max_num_seqs: sequences that hold pages at once.
         num_blocks: KV blocks in the worker's pool.
         default_tail: the tail variant of requests that name none.
+        anchor_interval: A of mode canonical in tokens, a multiple of W.
         numerics: whether results may depend on batch mates in rounding.
         kv_format: how cached rows are stored.
         engram_placement: where n-gram tables lie; a model without any takes no notice.
@@ -177,6 +181,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     num_blocks: int = 1024
     default_tail: TailVariant = TailVariant.FLOORED
+    anchor_interval: int = DEFAULT_ANCHOR_INTERVAL
     numerics: Numerics = Numerics.DETERMINISTIC
     kv_format: KVFormat = KVFormat.PACKED
     engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED
@@ -193,5 +198,6 @@ class EngineConfig:
         if self.default_tail is TailVariant.EXACT:
             raise ConfigError(
                 "engine.default_tail",
-                "tail 'exact' is not available yet; use floored, layer_exact or full",
+                "tail 'exact' needs mode 'exact', which requests ask for by themselves; use "
+                "floored, layer_exact or full",
             )

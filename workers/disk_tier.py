@@ -29,7 +29,7 @@ from ripresa.workers.config import DiskConfig
 from ripresa.workers.errors import ResourceExhausted
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_place import Landing, WantedPrefix
-from ripresa.workers.replay import ReplayMode, follows
+from ripresa.workers.replay import follows
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,6 @@ class DiskTier:
                     break
                 chain.append(identity)
             return tuple(chain)
-        if wanted.mode is ReplayMode.CANONICAL:
-            return ()
         alive: list[tuple[int, ...]] = [()]
         num_blocks = 0
         for number, block_hash in enumerate(wanted.hashes):
@@ -222,13 +220,13 @@ class DiskTier:
         boundary = number * wanted.window
         grown = []
         for before in alive:
-            if follows(wanted.mode, before, before, boundary, None) and self._is_held(
+            if follows(wanted.mode, before, before, boundary, wanted.interval) and self._is_held(
                 BlockIdentity(block_hash, before), wanted.blocks
             ):
                 grown.append(before)
         for before in alive:
             after = (*before, boundary)
-            if boundary == 0 or not follows(wanted.mode, before, after, boundary, None):
+            if boundary == 0 or not follows(wanted.mode, before, after, boundary, wanted.interval):
                 continue
             identity = BlockIdentity(block_hash, after)
             # Of a chain that goes on as it is, other endings are looked for now and then.

@@ -102,6 +102,7 @@ class EngineCore:
             config.parked,
             clock,
             self._listener,
+            config.anchor_interval,
         )
         self._disk = open_disk_tier(config.disk, runner)
         self._keeping: set[asyncio.Task[None]] = set()
@@ -113,7 +114,7 @@ class EngineCore:
             self._on_release,
         )
         limits = SchedulerLimits(
-            window=runner.window,
+            geometry=runner.geometry,
             max_batched_tokens=config.max_batched_tokens,
             max_model_len=runner.max_model_len,
             eos_token_id=runner.eos_token_id,
@@ -266,7 +267,7 @@ class EngineCore:
                 RESOURCE_EXHAUSTED (blocks of another lineage cannot be replaced).
         """
         request = job.request
-        check_recipe(recipe, request.num_prompt_tokens, self._runner.window)
+        check_recipe(recipe, request.num_prompt_tokens, self._runner.geometry)
         fixed = (request.tail, request.sampling.seed)
         is_own = (
             (recipe.tail, recipe.seed) == fixed

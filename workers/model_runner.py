@@ -163,12 +163,15 @@ class TorchModelRunner:
         token_ids = torch.tensor(
             [t for s in steps for t in s.token_ids], dtype=torch.int64, device=self.device
         )
-        stops = [s.decoder_floor if s.write_source_window else 0 for s in steps]
+        source_windows = [
+            (0, 0) if s.source_window_from is None else (s.source_window_from, s.decoder_floor)
+            for s in steps
+        ]
         table_rows: dict[int, Ids] = {}
         if self._engram is not None:
             looked_up = [(s.token_ids, s.lookback_ids, s.encoder_start) for s in steps]
             table_rows = self._engram.lookup(looked_up)
-        streams, pre = self._model.encode(rows, token_ids, stops, table_rows)
+        streams, pre = self._model.encode(rows, token_ids, source_windows, table_rows)
         output.num_encoder_rows = rows.num_rows
         self._take_windows(steps, output)
         encoded: dict[int, EncoderOutput] = {}

@@ -9,7 +9,7 @@ from ripresa.workers.config import TransferConfig
 from ripresa.workers.prefix_place import Landing, WantedPrefix
 from ripresa.workers.prefix_pulls import PeerPulls, PullEnd
 from ripresa.workers.prefix_sources import BlockSource, WindowSource
-from ripresa.workers.replay import ReplayMode
+from ripresa.workers.replay import may_reuse
 from ripresa.workers.transfer.base import PulledWindow
 
 _FAILED = frozenset({PullEnd.REFUSED, PullEnd.UNREACHABLE, PullEnd.LATE, PullEnd.FAILED})
@@ -151,4 +151,4 @@ def _is_accepted(wanted: WantedPrefix, source: BlockSource) -> bool:
     if wanted.recipe is not None:
         stop = source.stop * wanted.window
         return source.restarts == tuple(r for r in wanted.recipe.restarts if r < stop)
-    return wanted.mode is not ReplayMode.EXACT or not source.restarts
+    return may_reuse(wanted.mode, source.restarts, wanted.interval)

@@ -20,7 +20,13 @@ from ripresa.workers.cache.block_record import BlockRecord, Producer, PublishedB
 from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, tenant_digest
 from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
 from ripresa.workers.cache.window_pool import WindowPool
-from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
+from ripresa.workers.config import (
+    DEFAULT_ANCHOR_INTERVAL,
+    ParkConfig,
+    WindowConfig,
+    WindowPolicy,
+)
+from ripresa.workers.errors import ConfigError
 from ripresa.workers.prefix_place import WantedPrefix
 from ripresa.workers.prompt_plan import (
     PromptPlan,
@@ -50,6 +56,7 @@ class PrefixCache:
         parked: how sessions' states are kept.
         clock: seconds since the epoch.
         listener: hears of the windows; blocks tell by themselves.
+        anchor_interval: A of mode canonical, a multiple of W.
     """
 
     def __init__(
@@ -61,7 +68,14 @@ class PrefixCache:
         parked: ParkConfig,
         clock: Callable[[], float],
         listener: CacheListener,
+        anchor_interval: int = DEFAULT_ANCHOR_INTERVAL,
     ) -> None:
+        if anchor_interval < 1 or anchor_interval % geometry.window:
+            raise ConfigError(
+                "engine.anchor_interval",
+                f"{anchor_interval} is no multiple of the model's window {geometry.window}",
+            )
+        self.anchor_interval = anchor_interval
         self.parked: ParkedStates[torch.Tensor] = ParkedStates(parked.capacity_bytes)
         self.time_to_live_s = parked.time_to_live_s
         self.clock = clock
@@ -131,6 +145,7 @@ class RequestPrefix:
             mode=request.cache.mode,
             tail=request.tail,
             seed=request.sampling.seed,
+            anchor_interval=self._interval,
         )
         plan = first_execution(plan_prefill(query), query.chain)
         if plan.recipe.kind is PlanKind.BOUNDED:
@@ -153,14 +168,16 @@ class RequestPrefix:
     def parks(self) -> bool:
         """Whether the request's state is worth keeping when its turn is over."""
         cache = self._request.cache
-        return self._request.session_id is not None and cache.writes and cache.resumes
+        if self._request.session_id is None or cache.mode is ReplayMode.CANONICAL:
+            return False
+        return cache.writes and cache.resumes
 
     def _parked_state(self) -> PromptPlan | None:
         """The plan of a session that goes on from its parked state; None if it cannot."""
         request, cache = self._request, self._cache
         if request.session_id is None or not (request.cache.resumes and request.cache.reads):
             return None
-        if request.cache.mode is not ReplayMode.BOUNDED:
+        if request.cache.mode is ReplayMode.CANONICAL:
             return None
         state = cache.parked.find(
             request.tenant_salt, request.session_id, request.token_ids, cache.clock()
@@ -176,10 +193,14 @@ class RequestPrefix:
             num_tokens=request.num_tokens,
             chain=chain,
             image=state.image,
+            mode=request.cache.mode,
             tail=request.tail,
             seed=request.sampling.seed,
         )
-        return replace(first_execution(plan_prefill(query), chain), parked=state)
+        plan = plan_prefill(query)
+        if plan.recipe.kind is not PlanKind.RESUME:
+            return None
+        return replace(first_execution(plan, chain), parked=state)
 
     def wanted(self) -> WantedPrefix:
         """Which blocks are worth bringing for the request: those that its plan could reuse."""
@@ -196,12 +217,13 @@ class RequestPrefix:
             sources=request.sources,
             blocks=cache.blocks,
             windows=cache.windows,
+            interval=self._interval,
         )
 
     def held(self, wanted: WantedPrefix) -> tuple[BlockIdentity, ...]:
         """The longest chain of `wanted` that is held here."""
         if wanted.recipe is None:
-            return self._cache.blocks.match(wanted.hashes, wanted.mode)
+            return self._cache.blocks.match(wanted.hashes, wanted.mode, wanted.interval)
         return held_chain(wanted.recipe, wanted.hashes, wanted.window, self._cache.blocks)
 
     def expected_chain(self) -> tuple[BlockIdentity, ...]:
@@ -293,7 +315,7 @@ class RequestPrefix:
     def _native_from(self, sequence: Sequence) -> int:
         """Rows from here on are no replay: others may go on from what they leave in the rings."""
         recipe, rows = sequence.recipe, sequence.encoder_pass
-        if sequence.is_inbound:
+        if sequence.is_inbound and rows.stop <= sequence.prefill_stop:
             # The hit rule leaves more than one whole native window at the end of a prompt.
             return max(0, sequence.prefill_stop - self._window)
         if rows.start == 0:
@@ -307,12 +329,21 @@ class RequestPrefix:
             return rows.write_floor
         return rows.start + self._window
 
+    @property
+    def _interval(self) -> int | None:
+        """A, if the request's mode restarts there."""
+        is_canonical = self._request.cache.mode is ReplayMode.CANONICAL
+        return self._cache.anchor_interval if is_canonical else None
+
     def _match(self) -> tuple[BlockIdentity, ...]:
         request = self._request
         if not request.cache.reads:
             return ()
         return self._cache.blocks.match(
-            self._hashes, request.cache.mode, max_blocks=self._num_usable_blocks
+            self._hashes,
+            request.cache.mode,
+            self._interval,
+            max_blocks=self._num_usable_blocks,
         )
 
     @property

@@ -31,6 +31,7 @@ class WantedPrefix:
         window: W, tokens in a block.
         hashes: of the blocks that the request can reuse, from block 0 on.
         mode: which lineages it accepts.
+        interval: A of mode canonical; None in the other modes.
         recipe: whose lineage alone counts; None before it is fixed.
         sources: what is known of peers.
         blocks, windows: what the local cache holds now.
@@ -45,6 +46,7 @@ class WantedPrefix:
     sources: PrefixSources
     blocks: Container[BlockIdentity]
     windows: Container[BlockIdentity]
+    interval: int | None = None
     lost: set[WorkerAddress] = field(default_factory=set)
 
     def identity(self, number: int, restarts: Sequence[int]) -> BlockIdentity:

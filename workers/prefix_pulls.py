@@ -25,7 +25,7 @@ from ripresa.workers.cache.block_record import Producer
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_place import Landing, WantedPrefix
-from ripresa.workers.replay import ReplayMode
+from ripresa.workers.replay import may_reuse
 from ripresa.workers.transfer.base import (
     EndPull,
     Peer,
@@ -292,7 +292,7 @@ def _fits(wanted: WantedPrefix, restarts: tuple[int, ...], first: int) -> bool:
         return False
     if wanted.recipe is not None:
         return restarts == wanted.recipe.restarts
-    if wanted.mode is ReplayMode.EXACT and restarts:
+    if not may_reuse(wanted.mode, restarts, wanted.interval):
         return False
     return first == 0 or wanted.identity(first - 1, restarts) in wanted.blocks
 

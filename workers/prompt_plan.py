@@ -46,7 +46,7 @@ def block_identity(
 ) -> BlockIdentity:
     """Identity of block `number` of a request that follows `recipe`."""
     stop = (number + 1) * window
-    return BlockIdentity(hashes[number], tuple(r for r in recipe.restarts if r < stop))
+    return BlockIdentity(hashes[number], recipe.restarts_below(stop))
 
 
 def held_chain(
@@ -94,17 +94,34 @@ def re_execution(
     chain = held_chain(recipe, hashes[: recipe.write_floor // window], window, blocks)
     held, floor = len(chain) * window, recipe.write_floor
     direct = EncoderPass(recipe.start, num_tokens, recipe.swa_floor, floor)
+    is_canonical = recipe.anchor_interval is not None
+    restarts = recipe.restarts_below(num_tokens)
     if recipe.kind is PlanKind.REBUILD:
         # Its first rows, which a decoder half with tail full reads, are those of no native pass.
-        before = (EncoderPass(0, floor, 0, held),) if held < floor else ()
+        before = (EncoderPass(0, floor, 0, held, floor),) if held < floor else ()
         return PromptPlan(recipe, chain, (*before, direct))
     if held == floor and recipe.kind in (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW):
         source = chain[recipe.start // window - 1]
         if source in windows:
-            return PromptPlan(recipe, chain, (direct,), source)
+            later = tuple(restart for restart in restarts if restart > recipe.start)
+            passes = encoder_passes(direct, later, window, is_canonical=is_canonical)
+            return PromptPlan(recipe, chain, passes, source)
     # Without a window its rows are computed again from the restart before them: the same values.
-    passes = encoder_passes(EncoderPass(0, num_tokens, 0, 0), recipe.restarts, window)
-    first = max(number for number, rows in enumerate(passes) if rows.write_floor <= held)
-    return PromptPlan(
-        recipe, chain, (replace(passes[first], write_floor=held), *passes[first + 1 :])
+    rows = EncoderPass(0, num_tokens, 0, 0)
+    passes = encoder_passes(rows, restarts, window, is_canonical=is_canonical)
+    first = max(
+        number
+        for number, rows in enumerate(passes)
+        if rows.write_floor <= held and rows.start <= recipe.start
     )
+    if recipe.kind is PlanKind.ANCHOR:
+        passes = tuple(_from_anchor(rows, recipe.start) for rows in passes)
+    rows = replace(passes[first], write_floor=held)
+    return PromptPlan(recipe, chain, (rows, *passes[first + 1 :]))
+
+
+def _from_anchor(rows: EncoderPass, start: int) -> EncoderPass:
+    """A pass as it is for a first execution that began with the restart at row `start`."""
+    if rows.start < start:
+        return replace(rows, output_from=rows.stop)
+    return replace(rows, output_from=start) if rows.start == start else rows

@@ -73,6 +73,12 @@ class Recipe:
     anchor_interval: int | None = None
     source_floor: int | None = None
 
+    def restarts_below(self, stop: int) -> tuple[int, ...]:
+        """Lineage of rows that end at `stop`; mode canonical restarts beyond the prompt too."""
+        if self.anchor_interval is not None:
+            return canonical_restarts(stop, self.anchor_interval)
+        return tuple(restart for restart in self.restarts if restart < stop)
+
 
 def decoder_start(
     num_tokens: int,
@@ -102,6 +108,18 @@ def canonical_restarts(stop: int, interval: int) -> tuple[int, ...]:
     return tuple(range(interval, stop, interval))
 
 
+def may_reuse(mode: ReplayMode, restarts: tuple[int, ...], interval: int | None) -> bool:
+    """Whether some chain with these restarts, all of them, can serve a request of this mode."""
+    match mode:
+        case ReplayMode.BOUNDED:
+            return True
+        case ReplayMode.EXACT:
+            return not restarts
+        case ReplayMode.CANONICAL:
+            assert interval is not None
+            return restarts == canonical_restarts(restarts[-1] + 1 if restarts else 0, interval)
+
+
 def follows(
     mode: ReplayMode,
     lineage: tuple[int, ...],
@@ -128,15 +146,21 @@ def follows(
             return restarts == (lineage if boundary % interval else extended)
 
 
-def cold_recipe(num_tokens: int, window: int, tail: TailVariant, seed: int) -> Recipe:
-    """The recipe of a prompt none of whose state is reused."""
+def cold_recipe(
+    num_tokens: int,
+    window: int,
+    tail: TailVariant,
+    seed: int,
+    num_decoder_layers: int | None = None,
+) -> Recipe:
+    """The recipe of a prompt none of whose state is reused; see `decoder_start`."""
     return Recipe(
         kind=PlanKind.COLD,
         start=0,
         swa_floor=0,
         write_floor=0,
         restarts=(),
-        decoder_start=decoder_start(num_tokens, window, tail, 0),
+        decoder_start=decoder_start(num_tokens, window, tail, 0, num_decoder_layers),
         tail=tail,
         seed=seed,
     )

@@ -12,7 +12,7 @@ Positions are absolute; ranges are half-open.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ripresa.workers.replay import PlanKind, Recipe
@@ -31,19 +31,21 @@ class EncoderPass:
     """Consecutive encoder rows with one read floor.
 
     A later pass of a plan begins W rows before the earlier one ends: it recomputes them with a
-    floor of its own into a second ring, which replaces the first for all rows after. The decoder
-    half does not restart: it takes such a row's output from the earlier pass.
+    floor of its own into a second ring, which replaces the first for all rows after.
 
     Attributes:
         start, stop: rows.
         swa_floor: lowest window row that they may read.
         write_floor: rows below it write no block KV.
+        output_from: the decoder half, and layer E's own window, take rows from here on; those
+            below it come from another pass.
     """
 
     start: int
     stop: int
     swa_floor: int
     write_floor: int
+    output_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class PrefillPlan:
     def restarts_of_block(self, number: int) -> tuple[int, ...]:
         """Lineage of block `number` of this request."""
         stop = (number + 1) * self.window
-        return tuple(restart for restart in self.recipe.restarts if restart < stop)
+        return self.recipe.restarts_below(stop)
 
     @property
     def num_skipped(self) -> int:
@@ -186,14 +188,23 @@ class PrefillPlan:
 
 
 def encoder_passes(
-    rows: EncoderPass, restarts: Sequence[int], window: int
+    rows: EncoderPass, restarts: Sequence[int], window: int, *, is_canonical: bool
 ) -> tuple[EncoderPass, ...]:
-    """Cut `rows` at restarts: from X on they go on from rows [X-W, X) with floor X-W."""
+    """Cut `rows` at restarts: from X on they go on from rows [X-W, X) with floor X-W.
+
+    Args:
+        is_canonical: the decoder half does not restart: it takes the rows below X from the pass
+            before. Else these passes repeat those of requests before, and the decoder half knows
+            the rows of the last one only.
+    """
     passes = []
     for restart in restarts:
-        passes.append(EncoderPass(rows.start, restart, rows.swa_floor, rows.write_floor))
+        output_from = rows.output_from if is_canonical else restart
+        passes.append(replace(rows, stop=restart, output_from=output_from))
         before = restart - window
-        rows = EncoderPass(before, rows.stop, before, max(restart, rows.write_floor))
+        write_floor = max(restart, rows.write_floor)
+        output_from = restart if is_canonical else 0
+        rows = EncoderPass(before, rows.stop, before, write_floor, output_from)
     return (*passes, rows)
 
 

@@ -230,6 +230,7 @@ def _plan(
             EncoderPass(start, num_tokens, swa_floor, write_floor),
             tuple(restart for restart in restarts if restart > last_restart),
             geometry.window,
+            is_canonical=True,
         ),
         layer_starts=layer_starts or (start,) * geometry.num_encoder_layers,
         exact_from=_exact_from(query, write_floor),

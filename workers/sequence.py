@@ -41,6 +41,7 @@ class Sequence:
 
     Args:
         plan: how its encoder rows are computed here; None if they come by transfer.
+        window: W in tokens.
         eos_token_id: the model's end of sentence; None for none.
 
     Attributes:
@@ -60,6 +61,7 @@ class Sequence:
         "_passes",
         "_recipe",
         "_status",
+        "_window",
         "committed",
         "counters",
         "history",
@@ -76,6 +78,7 @@ class Sequence:
         request: GenerationRequest,
         pages: BlockTable,
         plan: PromptPlan | None,
+        window: int,
         eos_token_id: int | None = None,
     ) -> None:
         self.request = request
@@ -92,6 +95,7 @@ class Sequence:
         self._recipe: Recipe | None = None
         self._passes: tuple[EncoderPass, ...] = ()
         self._pass_number = 0
+        self._window = window
         self._status = SequenceStatus.WAITING
         if plan is not None:
             self.fix(plan.recipe)
@@ -153,9 +157,15 @@ class Sequence:
         """Rows up to `position` are computed; a pass that ends there makes way for the next."""
         self.position = position
         self.committed = max(self.committed, position)
+        interval = self.recipe.anchor_interval
         if position == self.encoder_pass.stop and not self.is_last_pass:
             self._pass_number += 1
             self.position = self.encoder_pass.start
+        elif interval is not None and position >= self.prefill_stop and position % interval == 0:
+            start = position - self._window
+            self._passes = (EncoderPass(start, position + interval, start, position, position),)
+            self._pass_number = 0
+            self.position = start
 
     @property
     def status(self) -> SequenceStatus:

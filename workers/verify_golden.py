@@ -141,7 +141,7 @@ class Machine:
                 decoder_stop=last,
                 decoder_floor=recipe.decoder_start,
                 source_floor=source_floor,
-                write_source_window=recipe.layer_exact,
+                source_window_from=0 if recipe.layer_exact else None,
                 hand_over_from=recipe.decoder_start if self.way.split else None,
                 return_logits=local_tail,
             )

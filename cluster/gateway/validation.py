@@ -24,6 +24,7 @@ from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, SamplingParams
+from ripresa.workers.scheduling.admission import check_tail
 
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
@@ -32,11 +33,13 @@ MODES = {
     pb.REPLAY_MODE_UNSPECIFIED: ReplayMode.BOUNDED,
     pb.REPLAY_MODE_BOUNDED: ReplayMode.BOUNDED,
     pb.REPLAY_MODE_EXACT: ReplayMode.EXACT,
+    pb.REPLAY_MODE_CANONICAL: ReplayMode.CANONICAL,
 }
 TAILS = {
     pb.TAIL_VARIANT_FLOORED: TailVariant.FLOORED,
     pb.TAIL_VARIANT_LAYER_EXACT: TailVariant.LAYER_EXACT,
     pb.TAIL_VARIANT_FULL: TailVariant.FULL,
+    pb.TAIL_VARIANT_EXACT: TailVariant.EXACT,
 }
 
 
@@ -162,7 +165,6 @@ def check_options(options: pb.RequestOptions) -> None:
     unsupported = {
         "priority": options.priority != 0,
         "max_queue_time": options.HasField("max_queue_time"),
-        "cache_policy.replay_mode": policy.replay_mode == pb.REPLAY_MODE_CANONICAL,
     }
     _refuse_unsupported("options", unsupported)
 
@@ -171,10 +173,9 @@ def _read_tail(policy: pb.CachePolicy, default: TailVariant) -> TailVariant:
     field = "options.cache_policy.tail"
     if policy.tail == pb.TAIL_VARIANT_UNSPECIFIED:
         return default
-    if policy.tail == pb.TAIL_VARIANT_EXACT:
-        raise InvalidArgument(field, "tail `exact` is not supported yet")
     if policy.tail not in TAILS:
         raise InvalidArgument(field, "is no known tail variant")
+    check_tail(TAILS[policy.tail], MODES[policy.replay_mode], field)
     return TAILS[policy.tail]
 
 

@@ -29,14 +29,12 @@ from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import (
     ErrorCode,
-    InvalidArgument,
     LeaderGone,
     RipresaError,
     Unavailable,
     Unreachable,
 )
 from ripresa.workers.prefix_sources import PrefixOutcome
-from ripresa.workers.replay import TailVariant
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
     Bringing,
@@ -195,10 +193,6 @@ class ClusterRouter:
             raise RipresaError(ErrorCode.INTERNAL, f"left over: {self._running} {self._pending}")
 
     async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-        if prompt.tail is TailVariant.EXACT:
-            raise InvalidArgument(
-                "options.cache_policy.tail", "tail EXACT is not supported by this version"
-            )
         execution = Execution(prompt, self._generations.get(prompt.request_id, 0), new_claim())
         log = self.log.begin(prompt.request_id, len(prompt.token_ids))
         placed = planned = False

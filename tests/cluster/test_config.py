@@ -95,7 +95,7 @@ REFUSED = {
     "NaN": ("transfer: {chunk_timeout_s: .nan}", "transfer.chunk_timeout_s", "is nan"),
     "no choice": ("numerics: exact", "numerics", "one of deterministic, fast"),
     "a value for a group": ("encoders: 2", "encoders", "a group of settings, not 2"),
-    "exact tail": ("default_tail: exact", "default_tail", "not available yet"),
+    "exact tail": ("default_tail: exact", "default_tail", "needs mode exact"),
     "loopback": (
         "{encoders: {replicas: 1}, transfer: {backend: loopback}}",
         "transfer.backend",

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 
 from ripresa.workers.models.base import EncoderOutput, StepOutput
-from ripresa.workers.replay import Recipe, TailVariant
+from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import FinishReason, GenerationRequest
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -25,7 +25,7 @@ REWIND = 2
 VOCABULARY = 64
 EOS = 1
 NUM_ENCODER_LAYERS = 2
-GEOMETRY = ReplayGeometry(WINDOW, REWIND, NUM_ENCODER_LAYERS, 1)
+GEOMETRY = ReplayGeometry(WINDOW, REWIND, NUM_ENCODER_LAYERS, 3)
 
 
 def digest(*parts: object) -> int:
@@ -125,7 +125,8 @@ class HashMachine:
                 window = self._window(ring, step.swa_floor, position)
                 value = encoder_hash(layer, value, window, pool)
             encoded[position] = value
-            if step.write_source_window:
+            first = step.source_window_from
+            if first is not None and position >= first:
                 slot.source[position] = digest("source", value)
             if position >= step.write_floor:
                 assert not position % 2 or slot.pair is not None, f"row {position} has no open pair"
@@ -293,11 +294,16 @@ class ReferenceStream:
 
 
 class ReferenceEncoder:
-    """The encoder half by definition: its rows restart at `restarts`, and nothing is cached."""
+    """The encoder half by definition: its rows restart as the recipe says; nothing is cached.
 
-    def __init__(self, restarts: Sequence[int]) -> None:
-        self._floors = [0, *(restart - WINDOW for restart in restarts)]
-        self._restarts = [0, *restarts]
+    Attributes:
+        encoded: its output, as the decoder half reads it, which does not restart in mode canonical.
+        entries: block KV.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._floor = 0
         self._rings: list[dict[int, int]] = [{} for _ in range(NUM_ENCODER_LAYERS)]
         self.encoded: dict[int, int] = {}
         self.entries: list[int] = []
@@ -305,16 +311,25 @@ class ReferenceEncoder:
     def extend(self, tokens: list[int]) -> None:
         """Compute the rows that `tokens` has beyond those already known."""
         for position in range(len(self.entries), len(tokens)):
-            if position in self._restarts[1:]:
-                for before in range(position - WINDOW, position):
-                    self.encoded[before] = self._row(tokens, before, position)
-            value = self._row(tokens, position, position)
+            if position in self._recipe.restarts_below(position + 1):
+                self._floor = position - WINDOW
+                for before in range(self._floor, position):
+                    value = self._row(tokens, before)
+                    if self._is_decoded_anew():
+                        self.encoded[before] = value
+            value = self._row(tokens, position)
             self.encoded[position] = value
             pair = self.encoded[position - 1] if position % 2 else None
             self.entries.append(entry_hash(value, pair))
 
-    def _row(self, tokens: list[int], position: int, now: int) -> int:
-        floor = max(f for f, r in zip(self._floors, self._restarts, strict=True) if r <= now)
+    def _is_decoded_anew(self) -> bool:
+        """Whether the decoder half reads what the restart under way recomputes."""
+        if self._recipe.anchor_interval is None:
+            return True
+        return self._recipe.kind is PlanKind.ANCHOR and self._floor == self._recipe.start
+
+    def _row(self, tokens: list[int], position: int) -> int:
+        floor = self._floor
         value = embedding_hash(tokens[position], tokens[max(0, position - 3) : position])
         for layer, ring in enumerate(self._rings):
             ring[position] = digest("row", value)
@@ -337,7 +352,7 @@ def reference_stream(
         source_first = max(recipe.start, first - WINDOW + 1)
         if recipe.source_floor is not None:
             source_first = recipe.source_floor
-    encoder = ReferenceEncoder(recipe.restarts)
+    encoder = ReferenceEncoder(recipe)
     encoded = encoder.encoded
     decoded: dict[int, int] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from hash_machine import VOCABULARY, WINDOW
+from hash_machine import GEOMETRY, VOCABULARY, WINDOW
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.prompt_plan import PromptPlan, re_execution
@@ -36,7 +36,7 @@ def make_request(
         generation=generation,
         token_ids=(*prompt, *streamed),
         num_prompt_tokens=num_tokens,
-        recipe=cold_recipe(num_tokens, WINDOW, tail, seed),
+        recipe=cold_recipe(num_tokens, WINDOW, tail, seed, GEOMETRY.num_decoder_layers),
         sampling=SamplingParams(
             max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, seed=seed
         ),

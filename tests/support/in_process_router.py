@@ -66,7 +66,7 @@ class InProcessRouter:
         num_prompt, sampling = len(prompt.token_ids), prompt.sampling
         if self.refusals:
             raise self.refusals.pop(0)
-        recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed)
+        recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed, 1)
         yield Placed("decode-0", self.encoder_id, recipe, "the only one")
         await self.hold_prefill.wait()
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})

@@ -2,79 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from observed_model import (
+    CASE,
+    CONFIG,
+    WINDOW,
+    Observed,
+    ask,
+    run,
+    run_split,
+    split_engines,
+    stacked,
+)
 from safetensors.torch import load_file
 
-from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, Numerics, WindowConfig, WindowPolicy
+from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.encoder_engine import EncoderEngine
-from ripresa.workers.model_runner import TorchModelRunner, load_runner
-from ripresa.workers.models.base import EncoderOutput, StepOutput
-from ripresa.workers.models.deepseek_v41.weights import Half
-from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
-from ripresa.workers.request import (
-    CacheUse,
-    Failed,
-    GenerationRequest,
-    PrefillDone,
-    Reserved,
-    SamplingParams,
-    Tokens,
-)
-from ripresa.workers.scheduling.step_plan import StepPlan
-from ripresa.workers.transfer.inbound import InboundTransfers
-from ripresa.workers.transfer.loopback import LoopbackTransport
-from ripresa.workers.transfer.outbound import OutboundTransfers
-
-CASE = Path(__file__).resolve().parents[1] / "data" / "golden" / "case_g_plain_replay"
-WINDOW = 8
-CONFIG = EngineConfig(
-    max_batched_tokens=3 * WINDOW,
-    max_num_seqs=4,
-    num_blocks=64,
-    windows=WindowConfig(WindowPolicy.ZERO),
-)
-
-
-class Observed:
-    """A runner's decoder logits, row by row, while it serves an engine."""
-
-    def __init__(self, half: Half = Half.ALL) -> None:
-        self.runner = load_runner(
-            CASE / "checkpoint",
-            half,
-            num_blocks=CONFIG.num_blocks,
-            num_slots=CONFIG.max_num_seqs,
-            numerics=Numerics.DETERMINISTIC,
-            kv_format=KVFormat.FLOAT32,
-            poison=True,
-        )
-        self.logits: dict[int, torch.Tensor] = {}
-        self._execute = self.runner.execute
-        self.runner.execute = self._observe  # type: ignore[method-assign]
-
-    def _observe(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
-    ) -> StepOutput:
-        steps = tuple(replace(s, return_logits=s.num_decoder_rows > 0) for s in plan.sequences)
-        output = self._execute(StepPlan(plan.step, steps), inbound)
-        for step in steps:
-            if step.return_logits:
-                rows = range(step.decoder_start, step.decoder_stop)
-                self.logits.update(zip(rows, output.logits[step.slot], strict=True))
-        return output
-
-    @contextmanager
-    def watched(self) -> Iterator[dict[int, torch.Tensor]]:
-        self.logits = {}
-        yield self.logits
+from ripresa.workers.model_runner import TorchModelRunner
+from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
+from ripresa.workers.request import Tokens
 
 
 @pytest.fixture(scope="module")
@@ -85,54 +35,6 @@ def golden() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def tokens(golden: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     return tuple(golden["token_ids"].tolist())
-
-
-def ask(
-    token_ids: Sequence[int],
-    *,
-    tail: TailVariant = TailVariant.FLOORED,
-    mode: ReplayMode = ReplayMode.BOUNDED,
-    max_tokens: int = 1,
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id="r",
-        generation=0,
-        token_ids=tuple(token_ids),
-        num_prompt_tokens=len(token_ids),
-        recipe=None,
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        tail=tail,
-        cache=CacheUse(mode),
-    )
-
-
-async def run(engine: DecodeEngine, request: GenerationRequest) -> Recipe:
-    recipe: Recipe | None = None
-    async for event in engine.generate(request, local=True):
-        assert not isinstance(event, Failed), event
-        if isinstance(event, PrefillDone):
-            recipe = event.recipe
-    assert recipe is not None
-    engine.check_integrity()
-    return recipe
-
-
-async def run_split(
-    encoder: EncoderEngine, decoder: DecodeEngine, request: GenerationRequest
-) -> Recipe:
-    recipe: Recipe | None = None
-    async for event in decoder.generate(request, local=False):
-        assert not isinstance(event, Failed), event
-        if isinstance(event, Reserved):
-            await encoder.prefill(request, "d0")
-        if isinstance(event, PrefillDone):
-            recipe = event.recipe
-    assert recipe is not None
-    return recipe
-
-
-def stacked(logits: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([logits[position] for position in sorted(logits)])
 
 
 CASES = [
@@ -162,27 +64,16 @@ async def test_a_bounded_hit_is_the_golden_replay(
 async def test_a_bounded_hit_over_two_workers_is_the_golden_replay(
     golden: Mapping[str, torch.Tensor], tokens: tuple[int, ...], tail: TailVariant, name: str
 ) -> None:
-    model, half = Observed(), Observed(Half.ENCODER)
-    transport = LoopbackTransport()
-    decoder = DecodeEngine("d0", model.runner, CONFIG)
-    inbound = InboundTransfers(decoder, transport)
-    outbound = OutboundTransfers("e0", lambda _: inbound, transport)
-    encoder = EncoderEngine("e0", half.runner, outbound, CONFIG)
-    await encoder.start()
-    await decoder.start()
-    await run_split(encoder, decoder, ask(tokens[:24], tail=tail))
-    before = encoder.stats().num_encoder_rows
-    with model.watched() as logits:
-        recipe = await run_split(encoder, decoder, ask(tokens, tail=tail))
-    assert (recipe.kind, recipe.start, recipe.write_floor) == (PlanKind.BOUNDED, 16, 24)
-    assert encoder.stats().num_encoder_rows - before == 44 - 16
-    assert decoder.stats().num_encoder_rows == 0
-    expected = golden[f"{name}.logits"]
-    torch.testing.assert_close(stacked(logits), expected, atol=1e-3, rtol=0)
-    await encoder.stop()
-    await outbound.close()
-    await decoder.stop()
-    await inbound.close()
+    async with split_engines() as (encoder, decoder, model):
+        await run_split(encoder, decoder, ask(tokens[:24], tail=tail))
+        before = encoder.stats().num_encoder_rows
+        with model.watched() as logits:
+            recipe = await run_split(encoder, decoder, ask(tokens, tail=tail))
+        assert (recipe.kind, recipe.start, recipe.write_floor) == (PlanKind.BOUNDED, 16, 24)
+        assert encoder.stats().num_encoder_rows - before == 44 - 16
+        assert decoder.stats().num_encoder_rows == 0
+        expected = golden[f"{name}.logits"]
+        torch.testing.assert_close(stacked(logits), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("tail", [TailVariant.FLOORED, TailVariant.LAYER_EXACT])

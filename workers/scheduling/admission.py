@@ -9,39 +9,43 @@ from ripresa.workers.replay import (
     Recipe,
     ReplayMode,
     TailVariant,
+    canonical_restarts,
     decoder_start,
 )
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import GenerationRequest
 
 
-def check_request(request: GenerationRequest, window: int, max_model_len: int) -> None:
+def check_request(request: GenerationRequest, geometry: ReplayGeometry, max_model_len: int) -> None:
     """Raise InvalidArgument, naming the field, for a request that no worker can run."""
     _check_tokens(request, max_model_len)
-    if request.cache.mode is ReplayMode.CANONICAL:
-        raise InvalidArgument(
-            "cache.mode", "mode 'canonical' is not available yet; use bounded or exact"
-        )
     if request.recipe is not None:
-        check_recipe(request.recipe, request.num_prompt_tokens, window)
-    elif request.tail is TailVariant.EXACT:
-        raise _tail_exact("tail")
+        check_recipe(request.recipe, request.num_prompt_tokens, geometry)
+    else:
+        check_tail(request.tail, request.cache.mode, "tail")
 
 
-def check_recipe(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
+def check_tail(tail: TailVariant, mode: ReplayMode, field: str) -> None:
+    """Raise InvalidArgument for a tail variant that the mode cannot have."""
+    if tail is TailVariant.EXACT and mode is not ReplayMode.EXACT:
+        raise InvalidArgument(
+            field,
+            f"tail 'exact' equals the untrimmed model only in mode 'exact', and the mode is "
+            f"{mode.value!r}; ask for that mode or for another tail",
+        )
+
+
+def check_recipe(recipe: Recipe, num_prompt_tokens: int, geometry: ReplayGeometry) -> None:
     """Raise InvalidArgument, naming the field, for a recipe that no execution could follow."""
+    window = geometry.window
     if recipe.rules_version != RULES_VERSION:
         raise InvalidArgument(
             "recipe.rules_version",
             f"{recipe.rules_version!r} differs from this worker's {RULES_VERSION!r}; run one "
             "version of ripresa in the whole cluster",
         )
-    if recipe.tail is TailVariant.EXACT:
-        raise _tail_exact("recipe.tail")
-    if recipe.anchor_interval is not None or recipe.kind is PlanKind.ANCHOR:
-        raise InvalidArgument(
-            "recipe.kind", f"kind {recipe.kind} cannot be followed yet; start the request afresh"
-        )
     _check_floors(recipe, num_prompt_tokens, window)
+    _check_lineage(recipe, num_prompt_tokens, window)
     if recipe.kind is PlanKind.RESUME:
         # An image's own floor, or that of a fresh tail.
         if not 0 <= recipe.decoder_start < num_prompt_tokens:
@@ -49,7 +53,9 @@ def check_recipe(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
                 "recipe.decoder_start", f"{recipe.decoder_start} is not in the prompt"
             )
         return
-    expected = decoder_start(num_prompt_tokens, window, recipe.tail, recipe.start)
+    expected = decoder_start(
+        num_prompt_tokens, window, recipe.tail, recipe.start, geometry.num_decoder_layers
+    )
     if recipe.decoder_start != expected:
         raise InvalidArgument(
             "recipe.decoder_start",
@@ -77,7 +83,15 @@ def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
             f"{recipe.start} does not lie between the read floor {recipe.swa_floor} and the write "
             f"floor {floor}",
         )
-    restarts = recipe.restarts
+
+
+def _check_lineage(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
+    restarts, floor, interval = recipe.restarts, recipe.write_floor, recipe.anchor_interval
+    if interval is not None:
+        _check_anchors(recipe, interval, num_prompt_tokens, window)
+        return
+    if recipe.kind is PlanKind.ANCHOR:
+        raise InvalidArgument("recipe.anchor_interval", "kind anchor needs one")
     in_order = list(restarts) == sorted(set(restarts))
     if not in_order or any(r <= 0 or r % window or r > floor for r in restarts):
         raise InvalidArgument(
@@ -86,10 +100,18 @@ def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
         )
 
 
-def _tail_exact(field: str) -> InvalidArgument:
-    return InvalidArgument(
-        field, "tail 'exact' is not available yet; use floored, layer_exact or full"
-    )
+def _check_anchors(recipe: Recipe, interval: int, num_prompt_tokens: int, window: int) -> None:
+    if interval < window or interval % window:
+        raise InvalidArgument(
+            "recipe.anchor_interval", f"{interval} is no multiple of the window {window}"
+        )
+    if recipe.kind not in (PlanKind.COLD, PlanKind.WINDOW, PlanKind.ANCHOR):
+        raise InvalidArgument("recipe.kind", f"mode canonical has no kind {recipe.kind}")
+    if recipe.restarts != canonical_restarts(num_prompt_tokens, interval):
+        raise InvalidArgument(
+            "recipe.restarts",
+            f"{recipe.restarts} are not the multiples of {interval} in the prompt",
+        )
 
 
 def _check_tokens(request: GenerationRequest, max_model_len: int) -> None:

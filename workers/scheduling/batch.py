@@ -27,20 +27,18 @@ def source_floor(recipe: Recipe) -> int:
 
 def encoder_chunk(sequence: Sequence, stop: int) -> SequenceStep:
     """Rows [position, stop) on an encoder worker; the tail's encoder output leaves the step."""
-    first = sequence.recipe.decoder_start
+    first = _first_output(sequence)
     return _step(
         sequence,
         encoder_stop=stop,
         decoder=(stop, stop),
-        hand_over_from=first if stop > first and sequence.is_last_pass else None,
+        hand_over_from=first if stop > first else None,
     )
 
 
 def local_chunk(sequence: Sequence, stop: int) -> SequenceStep:
     """Rows [position, stop) on a decode worker that prefills by itself."""
-    first = max(sequence.position, sequence.recipe.decoder_start)
-    if not sequence.is_last_pass:
-        first = stop
+    first = max(sequence.position, _first_output(sequence))
     return _step(sequence, encoder_stop=stop, decoder=(min(first, stop), stop))
 
 
@@ -50,9 +48,18 @@ def tail_chunk(sequence: Sequence, stop: int) -> SequenceStep:
 
 
 def decode_row(sequence: Sequence) -> SequenceStep:
-    """The row of the last sampled token, through both halves."""
+    """The row of the last sampled token, through both halves.
+
+    In mode canonical the encoder half restarts with the row of an anchor: the W rows below it are
+    recomputed in the same step.
+    """
     stop = sequence.num_tokens
     return _step(sequence, encoder_stop=stop, decoder=(stop - 1, stop))
+
+
+def _first_output(sequence: Sequence) -> int:
+    """First row whose encoder output the decoder half takes from the pass under way."""
+    return max(sequence.recipe.decoder_start, sequence.encoder_pass.output_from)
 
 
 def _step(
@@ -67,6 +74,7 @@ def _step(
     start = sequence.position if encoder_stop is not None else sequence.prefill_stop
     stop = encoder_stop if encoder_stop is not None else start
     samples = decoder[0] < decoder[1] == sequence.num_tokens
+    has_source_window = start < stop and recipe.tail is TailVariant.LAYER_EXACT
     return SequenceStep(
         slot=sequence.pages.slot,
         block_table=sequence.pages.blocks,
@@ -79,7 +87,7 @@ def _step(
         decoder_stop=decoder[1],
         decoder_floor=recipe.decoder_start,
         source_floor=source_floor(recipe),
-        write_source_window=start < stop and recipe.tail is TailVariant.LAYER_EXACT,
+        source_window_from=rows.output_from if has_source_window else None,
         inbound=inbound,
         hand_over_from=hand_over_from,
         sampling=sequence.sampling if samples else None,

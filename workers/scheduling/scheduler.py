@@ -18,6 +18,7 @@ from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.prompt_plan import PromptPlan
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import (
     FinishReason,
     GenerationRequest,
@@ -43,16 +44,21 @@ class SchedulerLimits:
     """What bounds a schedule.
 
     Attributes:
-        window: W in tokens.
+        geometry: the model, as the replay rules see it.
         max_batched_tokens: rows of a step, at least 2W (see `budget.prefill_rows`).
         max_model_len: positions of the longest sequence.
         eos_token_id: the model's end of sentence; None for none.
     """
 
-    window: int
+    geometry: ReplayGeometry
     max_batched_tokens: int
     max_model_len: int
     eos_token_id: int | None
+
+    @property
+    def window(self) -> int:
+        """W in tokens."""
+        return self.geometry.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,7 @@ class Scheduler:
     def check(self, request: GenerationRequest) -> None:
         """Raise InvalidArgument for a request that this worker could never run."""
         limits = self._limits
-        check_request(request, limits.window, limits.max_model_len)
+        check_request(request, limits.geometry, limits.max_model_len)
         needed = self.num_needed_blocks(request)
         if needed > self._pages.num_blocks:
             raise InvalidArgument(
@@ -173,7 +179,7 @@ class Scheduler:
         self.check(request)
         chain = chain if plan is None else plan.chain
         pages = self._pages.reserve(self._positions(request), chain)
-        sequence = Sequence(request, pages, plan, self._limits.eos_token_id)
+        sequence = Sequence(request, pages, plan, self._limits.window, self._limits.eos_token_id)
         self._waiting[pages.slot] = sequence
         return sequence
 
@@ -200,9 +206,10 @@ class Scheduler:
         """The next step, or None if no sequence has a row to compute."""
         if self._in_flight is not None:
             raise RipresaError(ErrorCode.INTERNAL, "a step is scheduled while another one runs")
-        batch = [(sequence, decode_row(sequence)) for sequence in self._decode.values()]
+        batch = self._decode_rows()
         window = self._limits.window
-        rows = prefill_rows(self._limits.max_batched_tokens, len(batch), window)
+        num_rows = sum(step.num_encoder_rows for _, step in batch)
+        rows = prefill_rows(self._limits.max_batched_tokens, num_rows, window)
         for sequence in self._prefill.values():
             if rows == 0:
                 break
@@ -304,6 +311,21 @@ class Scheduler:
             raise RipresaError(ErrorCode.INTERNAL, "no step is in flight")
         return self._in_flight
 
+    def _decode_rows(self) -> list[tuple[Sequence, SequenceStep]]:
+        """One row a sequence. Restarts at anchors that exceed the budget wait, but for one."""
+        batch: list[tuple[Sequence, SequenceStep]] = []
+        left = self._limits.max_batched_tokens - len(self._decode)
+        has_restart = False
+        for sequence in self._decode.values():
+            step = decode_row(sequence)
+            extra = step.num_encoder_rows - 1
+            if extra and has_restart and extra > left:
+                continue
+            has_restart = has_restart or extra > 0
+            left -= extra
+            batch.append((sequence, step))
+        return batch
+
     def _chunk(self, sequence: Sequence, stop: int) -> SequenceStep:
         if self._role is WorkerRole.ENCODER:
             return encoder_chunk(sequence, stop)
@@ -311,7 +333,10 @@ class Scheduler:
 
     def _count(self, sequence: Sequence, step: SequenceStep) -> None:
         if step.decoder_stop > sequence.prefill_stop:
-            added = WorkCounters(decoder_rows=step.num_decoder_rows)
+            added = WorkCounters(
+                encoder_rows=step.num_encoder_rows - step.num_decoder_rows,
+                decoder_rows=step.num_decoder_rows,
+            )
         else:
             added = WorkCounters(
                 encoder_rows=step.num_encoder_rows, decoder_prefill_rows=step.num_decoder_rows
@@ -321,8 +346,9 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, step: SequenceStep, token: int | None) -> Progress:
         in_prefill = sequence.status is SequenceStatus.PREFILL
-        sequence.advance(step.decoder_stop if step.inbound else step.encoder_stop)
-        is_prefill_done = in_prefill and sequence.position == sequence.prefill_stop
+        stop = step.decoder_stop if step.inbound else step.encoder_stop
+        is_prefill_done = in_prefill and sequence.is_last_pass and stop == sequence.prefill_stop
+        sequence.advance(stop)
         if token is None:
             if is_prefill_done:
                 self._requeue(sequence, SequenceStatus.DONE)

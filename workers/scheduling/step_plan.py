@@ -27,8 +27,8 @@ class SequenceStep:
         decoder_start, decoder_stop: decoder rows; equal when there are none.
         decoder_floor: decoder rows read no window row below it in layers above E.
         source_floor: the same for layer E (differs for tail `layer_exact`).
-        write_source_window: encoder rows below `decoder_floor` also write layer E's window rows
-            (rows at or above it are decoder rows, which write their own).
+        source_window_from: encoder rows from here to `decoder_floor` also write layer E's window
+            rows (rows above are decoder rows, which write their own); None if no row does.
         inbound: decoder rows start from handed-over encoder output.
         hand_over_from: encoder output of rows at or above it leaves the step; None for none.
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.
@@ -49,7 +49,7 @@ class SequenceStep:
     decoder_stop: int = 0
     decoder_floor: int = 0
     source_floor: int = 0
-    write_source_window: bool = False
+    source_window_from: int | None = None
     inbound: bool = False
     hand_over_from: int | None = None
     sampling: SamplingParams | None = None

@@ -89,15 +89,10 @@ REFUSED = {
         "options.request_id",
         "at most 128",
     ),
-    "canonical": (
-        policy(replay_mode=pb.REPLAY_MODE_CANONICAL),
-        "options.cache_policy.replay_mode",
-        "not supported yet",
-    ),
     "exact tail": (
         policy(tail=pb.TAIL_VARIANT_EXACT),
         "options.cache_policy.tail",
-        "not supported yet",
+        "only in mode 'exact'",
     ),
     "future tail": (policy(tail=77), "options.cache_policy.tail", "no known"),
     "future mode": (policy(replay_mode=77), "options.cache_policy.replay_mode", "no known"),
@@ -170,6 +165,8 @@ ACCEPTED = {
     "longest request id": text(pb.SamplingParams(max_tokens=1), request_id="~" * 128),
     "the model's name": text(pb.SamplingParams(max_tokens=1), model="tiny"),
     "exact mode": policy(replay_mode=pb.REPLAY_MODE_EXACT, tail=pb.TAIL_VARIANT_FULL),
+    "exact tail": policy(replay_mode=pb.REPLAY_MODE_EXACT, tail=pb.TAIL_VARIANT_EXACT),
+    "canonical mode": policy(replay_mode=pb.REPLAY_MODE_CANONICAL),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hash_machine import WINDOW
+from hash_machine import GEOMETRY
 from hash_requests import make_request
 
 from ripresa.workers.errors import InvalidArgument
@@ -28,7 +28,15 @@ BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
         (make_request(64), "token_ids"),
         (make_request(20, max_tokens=0), "sampling.max_tokens"),
         (make_request(20, max_tokens=2, streamed=(5, 6)), "sampling.max_tokens"),
-        (replace(GOOD, recipe=replace(RECIPE, tail=TailVariant.EXACT)), "recipe.tail"),
+        (
+            replace(GOOD, recipe=replace(RECIPE, tail=TailVariant.EXACT, decoder_start=13)),
+            "recipe.decoder_start",
+        ),
+        (replace(GOOD, recipe=replace(RECIPE, anchor_interval=12)), "recipe.anchor_interval"),
+        (replace(GOOD, recipe=replace(RECIPE, anchor_interval=0)), "recipe.anchor_interval"),
+        (replace(GOOD, recipe=replace(RECIPE, anchor_interval=16)), "recipe.restarts"),
+        (replace(GOOD, recipe=replace(BOUNDED, anchor_interval=8)), "recipe.kind"),
+        (replace(GOOD, recipe=replace(BOUNDED, kind=PlanKind.ANCHOR)), "recipe.anchor_interval"),
         (replace(GOOD, recipe=replace(RECIPE, kind=PlanKind.BOUNDED)), "recipe.kind"),
         (replace(GOOD, recipe=replace(RECIPE, kind=PlanKind.RESUME)), "recipe.kind"),
         (replace(GOOD, recipe=replace(RECIPE, start=8)), "recipe.start"),
@@ -39,21 +47,35 @@ BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
         (replace(GOOD, recipe=replace(BOUNDED, restarts=(4,))), "recipe.restarts"),
         (replace(GOOD, recipe=replace(BOUNDED, restarts=(16,))), "recipe.restarts"),
         (replace(GOOD, recipe=None, tail=TailVariant.EXACT), "tail"),
-        (replace(GOOD, cache=CacheUse(ReplayMode.CANONICAL)), "cache.mode"),
+        (
+            replace(
+                GOOD, recipe=None, tail=TailVariant.EXACT, cache=CacheUse(ReplayMode.CANONICAL)
+            ),
+            "tail",
+        ),
         (replace(GOOD, recipe=replace(RECIPE, decoder_start=11)), "recipe.decoder_start"),
         (replace(GOOD, recipe=replace(RECIPE, rules_version="0")), "recipe.rules_version"),
     ],
 )
 def test_a_bad_request_is_refused_by_field(request_: GenerationRequest, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        check_request(request_, WINDOW, 64)
+        check_request(request_, GEOMETRY, 64)
     assert caught.value.field == field
 
 
 def test_good_requests_pass() -> None:
-    check_request(GOOD, WINDOW, 64)
-    check_request(make_request(20, max_tokens=3, streamed=(5, 6)), WINDOW, 64)
-    check_request(make_request(63, max_tokens=1), WINDOW, 64)
+    check_request(GOOD, GEOMETRY, 64)
+    check_request(make_request(20, max_tokens=3, streamed=(5, 6)), GEOMETRY, 64)
+    check_request(make_request(63, max_tokens=1), GEOMETRY, 64)
+    exact = replace(RECIPE, tail=TailVariant.EXACT, decoder_start=0)
+    check_request(replace(GOOD, recipe=exact), GEOMETRY, 64)
+    exact_mode = CacheUse(ReplayMode.EXACT)
+    check_request(
+        replace(GOOD, recipe=None, tail=TailVariant.EXACT, cache=exact_mode), GEOMETRY, 64
+    )
+    check_request(replace(GOOD, recipe=None, cache=CacheUse(ReplayMode.CANONICAL)), GEOMETRY, 64)
+    canonical = replace(RECIPE, anchor_interval=8, restarts=(8, 16))
+    check_request(replace(GOOD, recipe=canonical), GEOMETRY, 64)
 
 
 def test_positions_end_with_the_context() -> None:

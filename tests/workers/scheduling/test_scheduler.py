@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hash_machine import EOS, WINDOW, HashMachine, reference_stream
+from hash_machine import EOS, GEOMETRY, WINDOW, HashMachine, reference_stream
 from hash_requests import cold_plan, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ class Worker:
         self.pages = PagePool(
             blocks, num_blocks, SlotPool(num_slots), WINDOW, self.machine.release_slot
         )
-        limits = SchedulerLimits(WINDOW, budget, max_model_len, EOS)
+        limits = SchedulerLimits(GEOMETRY, budget, max_model_len, EOS)
         self.scheduler = Scheduler(role, self.pages, limits)
         self.budget = budget
         self.streams: dict[str, list[int]] = {}
@@ -354,9 +354,9 @@ def test_only_chunks_with_tail_rows_hand_over() -> None:
 
 def test_floors_follow_from_the_recipe() -> None:
     for tail, source, writes in (
-        (TailVariant.FLOORED, 29, False),
-        (TailVariant.LAYER_EXACT, 0, True),
-        (TailVariant.FULL, 0, False),
+        (TailVariant.FLOORED, 29, None),
+        (TailVariant.LAYER_EXACT, 0, 0),
+        (TailVariant.FULL, 0, None),
     ):
         worker = Worker()
         request = make_request(37, tail=tail)
@@ -364,7 +364,7 @@ def test_floors_follow_from_the_recipe() -> None:
         worker.run()
         for step in (plan.sequences[0] for plan in worker.plans):
             assert step.decoder_floor == request.recipe.decoder_start
-            assert (step.source_floor, step.write_source_window) == (source, writes)
+            assert (step.source_floor, step.source_window_from) == (source, writes)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])

@@ -170,13 +170,15 @@ class Attention:
         weights: SourceWeights,
         x: torch.Tensor,
         step: StepContext,
-        stops: Sequence[int],
+        kept: Sequence[tuple[int, int]],
     ) -> None:
-        """Keep layer E's own window rows of normed inputs x [T, d] below each run's stop."""
+        """Keep layer E's own window rows of normed inputs x [T, d] in each run's [first, stop)."""
         rows = ops.linear(self._input(x), weights.window, self._min_rows)
         rows = ops.rms_norm(rows, weights.window_norm, self._config.rms_norm_eps)
         rows = ops.rope_(rows, step.pool_phases)
-        ring_from, ring_to = step.rows.ring_rows(stops)
+        ring_from, ring_to = step.rows.ring_rows(
+            [stop for _, stop in kept], [first for first, _ in kept]
+        )
         records = self._cache.grids.window.encode(rows.index_select(0, ring_from))
         self._cache.rings[layer].index_copy_(0, ring_to, records)
 

@@ -58,7 +58,7 @@ class DeepseekV41:
         self,
         rows: Rows,
         token_ids: torch.Tensor,
-        source_window_stops: Sequence[int],
+        source_windows: Sequence[tuple[int, int]],
         table_rows: Mapping[int, Ids],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows through the encoder half; block KV of every Full layer up to E is written.
@@ -66,7 +66,7 @@ class DeepseekV41:
         Args:
             token_ids: [T] int64.
             table_rows: what `Engram.lookup` gave for these rows; empty without n-gram memories.
-            source_window_stops: of each run, layer E's own window rows below it are kept as well.
+            source_windows: of each run, layer E's own window rows in [first, stop) are kept too.
 
         Returns:
             streams [T, n, d] and pre-mix [T, n] between layer E-1 and layer E.
@@ -88,8 +88,8 @@ class DeepseekV41:
         x = ops.hc_collapse(streams, pre)
         x = ops.rms_norm(x, source.attn_norm, c.rms_norm_eps)
         self._attention.write_entries(c.split, source, x, rows)
-        if any(source_window_stops):
-            self._attention.write_window(c.split, source, x, step, source_window_stops)
+        if any(stop for _, stop in source_windows):
+            self._attention.write_window(c.split, source, x, step, source_windows)
         return streams, pre
 
     def decode(

@@ -195,11 +195,16 @@ class Rows:
                 )
         return np.concatenate(parts)
 
-    def ring_rows(self, stops: Sequence[int] | Ints) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the step below each run's stop that a ring keeps, and their ring rows."""
+    def ring_rows(
+        self, stops: Sequence[int] | Ints, firsts: Sequence[int] | Ints | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the step in each run's [first, stop) that a ring keeps, and their ring rows."""
         ring = self._layout.ring_rows
         stop = np.minimum(np.asarray(stops, dtype=np.int64), self._start + self._count)
-        kept = np.clip(stop - self._start, 0, ring)
+        first = self._start
+        if firsts is not None:
+            first = np.maximum(first, np.asarray(firsts, dtype=np.int64))
+        kept = np.clip(stop - first, 0, ring)
         position = _ranges(stop - kept, kept)
         run = np.repeat(np.arange(len(stop)), kept)
         return (

@@ -1,0 +1,168 @@
+"""Do modes exact and canonical, and tail exact, compute on the real model what they promise?
+
+Numerics are deterministic, so equal means bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from observed_model import CASE, CONFIG, WINDOW, Observed, ask, run, run_split, split_engines
+from safetensors.torch import load_file
+
+from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.models.tiny_checkpoint import WeightFormat, write_tiny_checkpoint
+from ripresa.workers.replay import ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse
+
+INTERVAL = 3 * WINDOW
+LENGTH, NUM_NEW = 90, 8
+
+
+@pytest.fixture(scope="module")
+def tokens() -> tuple[int, ...]:
+    golden = load_file(CASE / "golden.safetensors")
+    return tuple((golden["token_ids"].tolist() * 3)[:LENGTH])
+
+
+def answer(logits: Mapping[int, torch.Tensor], length: int = LENGTH) -> torch.Tensor:
+    """Logits from the prompt's last row on."""
+    return torch.stack([row for position, row in sorted(logits.items()) if position >= length - 1])
+
+
+async def cold(
+    tokens: tuple[int, ...], mode: ReplayMode, tail: TailVariant, max_tokens: int = NUM_NEW
+) -> torch.Tensor:
+    """The answer's logits by a worker that holds nothing."""
+    model = Observed()
+    engine = DecodeEngine("d0", model.runner, replace(CONFIG, anchor_interval=INTERVAL))
+    await engine.start()
+    with model.watched() as logits:
+        await run(engine, ask(tokens, mode=mode, tail=tail, max_tokens=max_tokens))
+    await engine.stop()
+    return answer(logits)
+
+
+@pytest.mark.parametrize("cached", range(0, LENGTH, WINDOW))
+async def test_tail_exact_equals_the_untrimmed_model(tokens: tuple[int, ...], cached: int) -> None:
+    expected = await cold(tokens, ReplayMode.BOUNDED, TailVariant.FULL)
+    async with split_engines() as (encoder, decoder, model):
+        for is_split in (True, False):
+            if cached:
+                warm = ask(tokens[:cached], mode=ReplayMode.EXACT)
+                await run_split(encoder, decoder, warm)
+            request = ask(tokens, mode=ReplayMode.EXACT, tail=TailVariant.EXACT, max_tokens=NUM_NEW)
+            request = replace(request, cache=CacheUse(ReplayMode.EXACT, writes=False))
+            with model.watched() as logits:
+                if is_split:
+                    recipe = await run_split(encoder, decoder, request)
+                else:
+                    recipe = await run(decoder, request)
+            assert recipe.decoder_start == LENGTH - 1 - (WINDOW - 1) * 4
+            assert recipe.write_floor == min(cached, 72)
+            assert torch.equal(answer(logits), expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tail"),
+    [
+        (WindowPolicy.FULL, TailVariant.FLOORED),
+        pytest.param(WindowPolicy.ZERO, TailVariant.FLOORED, marks=pytest.mark.slow),
+        pytest.param(WindowPolicy.ZERO, TailVariant.LAYER_EXACT, marks=pytest.mark.slow),
+        pytest.param(WindowPolicy.FULL, TailVariant.LAYER_EXACT, marks=pytest.mark.slow),
+    ],
+)
+async def test_canonical_answers_do_not_depend_on_what_is_cached(
+    tokens: tuple[int, ...], policy: WindowPolicy, tail: TailVariant
+) -> None:
+    """Each possible prefix, with and without windows, with and without an encoder worker."""
+    expected = await cold(tokens, ReplayMode.CANONICAL, tail)
+    config = replace(CONFIG, anchor_interval=INTERVAL, windows=WindowConfig(policy))
+    async with split_engines(config) as (encoder, decoder, model):
+        for cached in range(0, LENGTH, WINDOW):
+            if cached:
+                await run_split(encoder, decoder, ask(tokens[:cached], mode=ReplayMode.CANONICAL))
+            request = replace(
+                ask(tokens, tail=tail, max_tokens=NUM_NEW),
+                cache=CacheUse(ReplayMode.CANONICAL, writes=False),
+            )
+            for is_split in (True, False):
+                with model.watched() as logits:
+                    if is_split:
+                        recipe = await run_split(encoder, decoder, request)
+                    else:
+                        recipe = await run(decoder, request)
+                assert recipe.write_floor == min(cached, 72)
+                assert torch.equal(answer(logits), expected)
+
+
+async def test_canonical_differs_from_exact_behind_its_first_anchor(
+    tokens: tuple[int, ...],
+) -> None:
+    """Otherwise the tests above would compare nothing."""
+    canonical = await cold(tokens, ReplayMode.CANONICAL, TailVariant.FLOORED)
+    exact = await cold(tokens, ReplayMode.EXACT, TailVariant.FLOORED)
+    assert not torch.allclose(canonical, exact)
+
+
+async def test_an_answer_that_crosses_anchors_is_a_prompt_with_them(
+    tokens: tuple[int, ...],
+) -> None:
+    """Decode restarts as prefill does: the next turn finds canonical blocks of the answer."""
+    config = replace(CONFIG, anchor_interval=INTERVAL)
+    model = Observed()
+    engine = DecodeEngine("d0", model.runner, config)
+    await engine.start()
+    first = ask(tokens[:40], mode=ReplayMode.CANONICAL, max_tokens=40)
+    said = [event async for event in engine.generate(first, local=True)]
+    grown = tokens[:40] + tuple(
+        token for event in said for token in getattr(event, "token_ids", ())
+    )
+    request = ask(grown + tokens[:13], mode=ReplayMode.CANONICAL, max_tokens=NUM_NEW)
+    with model.watched() as logits:
+        recipe = await run(engine, request)
+    await engine.stop()
+    assert recipe.write_floor == 72
+    expected = await cold(request.token_ids, ReplayMode.CANONICAL, TailVariant.FLOORED)
+    assert torch.equal(answer(logits, request.num_tokens), expected[-NUM_NEW:])
+
+
+@pytest.fixture(scope="module")
+def released_window(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with the release's window of 128."""
+    folder = tmp_path_factory.mktemp("window")
+    config = json.loads((CASE / "checkpoint" / "config.json").read_text())
+    config.get("text_config", config)["sliding_window"] = 128
+    write_tiny_checkpoint(folder, config, WeightFormat.F32, seed=3, shards=1)
+    return folder
+
+
+@pytest.mark.slow
+async def test_an_exact_hit_equals_a_cold_run_at_every_boundary_of_a_long_prompt(
+    released_window: Path,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompt = tuple(torch.randint(3, 192, (3000,), generator=generator).tolist())
+    model = Observed(checkpoint=released_window)
+    config = replace(CONFIG, max_batched_tokens=1024)
+    engine = DecodeEngine("d0", model.runner, config)
+    await engine.start()
+    expected: torch.Tensor | None = None
+    cap = (3000 - 128 - 6) // 128 * 128
+    for cached in range(0, cap + 1, 128):
+        if cached:
+            await run(engine, ask(prompt[:cached], mode=ReplayMode.EXACT))
+        request = replace(ask(prompt, max_tokens=3), cache=CacheUse(ReplayMode.EXACT, writes=False))
+        with model.watched() as logits:
+            recipe = await run(engine, request)
+        assert recipe.write_floor == cached
+        if expected is None:
+            expected = answer(logits, 3000)
+        assert torch.equal(answer(logits, 3000), expected)
+    await engine.stop()
