@@ -97,6 +97,7 @@ def build_app(config: ClusterConfig) -> Application:
         transfer_backend=transport_name(config.transfer.backend),
         shares_port=gateway.replicas > 1,
         geometry=ReplayGeometry(
+        anchor_interval=config.anchor_interval,
             model.sliding_window,
             REWIND_TOKENS,
             model.split,

@@ -44,6 +44,7 @@ class GatewayStart:
         tokenizer_file: its tokenizer.json.
         shares_port: several gateways listen on one port.
         geometry: the model, as the replay rules see it.
+        anchor_interval: A of mode canonical.
         planner: how routes are compared.
         directory: the way to the prefix directory; None if there is none.
     """
@@ -59,6 +60,7 @@ class GatewayStart:
     transfer_backend: str
     shares_port: bool
     geometry: ReplayGeometry
+    anchor_interval: int
     planner: PlannerSettings
     directory: DirectoryLink | None
 
@@ -100,7 +102,7 @@ class Gateway:
         self._view = RayWorkerView(controller)
         link = start.directory
         directory: Directory = NoDirectory() if link is None else await link.client()
-        hints = PrefixHints(directory, start.geometry, self._view.address)
+        hints = PrefixHints(directory, start.geometry, self._view.address, start.anchor_interval)
         calls = RayWorkerCalls(encoders, decoders)
         metrics = GatewayMetrics(backends=(start.transfer_backend,))
         self._router = ClusterRouter(

@@ -23,12 +23,11 @@ from ripresa.cluster.directory.events import (
 from ripresa.cluster.routing.planner import Leader
 from ripresa.cluster.routing.route_plan import Candidate
 from ripresa.workers.address import WorkerAddress
+from ripresa.workers.config import DEFAULT_ANCHOR_INTERVAL
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.replay import PlanKind, ReplayMode
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import CacheUse
-
-DEFAULT_ANCHOR_INTERVAL = 4096
 
 MAX_LEADERS = 8
 """Leaders that one request asks after, before it computes by itself."""
