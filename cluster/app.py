@@ -96,8 +96,8 @@ def build_app(config: ClusterConfig) -> Application:
         default_tail=config.default_tail,
         transfer_backend=transport_name(config.transfer.backend),
         shares_port=gateway.replicas > 1,
-        geometry=ReplayGeometry(
         anchor_interval=config.anchor_interval,
+        geometry=ReplayGeometry(
             model.sliding_window,
             REWIND_TOKENS,
             model.split,
