@@ -24,7 +24,7 @@ from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
-from ripresa.workers.cache.block_table import PagePool
+from ripresa.workers.cache.block_table import PageLoan, PagePool
 from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Tier, Unheard
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
@@ -157,6 +157,8 @@ class EngineCore:
         for job in tuple(self._by_slot.values()):
             await job.released.wait()
         await self.exchange.close(Unavailable("the worker is stopping; retry on another one"))
+        if self._keeping:
+            await asyncio.wait(self._keeping)
         await asyncio.to_thread(self._thread.shutdown)
         if self._disk is not None:
             await self._disk.close()
@@ -514,22 +516,29 @@ class EngineCore:
         if not self._disk.has_room:
             self._disk.skip(len(published))
             return
-        job.sequence.pages.hold()
-        task = asyncio.create_task(self._keep(self._disk, job, published))
+        # A loan and not the request's own pages: its slot and id are free when it is over.
+        loan = self._pages.borrow([block.record.identity for block in published])
+        task = asyncio.create_task(self._keep(self._disk, published, loan, job.prefix.opened_at))
         self._keeping.add(task)
         task.add_done_callback(self._keeping.discard)
 
-    async def _keep(self, disk: DiskTier, job: Job, published: list[PublishedBlock]) -> None:
-        """Copy blocks of held pages for the disk, a few between two steps; then let go of them."""
+    async def _keep(
+        self,
+        disk: DiskTier,
+        published: list[PublishedBlock],
+        loan: PageLoan,
+        used_at: float,
+    ) -> None:
+        """Copy borrowed blocks for the disk, a few between two steps; then let go of them."""
         loop = asyncio.get_running_loop()
         try:
             for first in range(0, len(published), BLOCKS_A_COPY):
                 part = published[first : first + BLOCKS_A_COPY]
-                await loop.run_in_executor(self._thread, disk.keep, part, job.prefix.opened_at)
+                await loop.run_in_executor(self._thread, disk.keep, part, used_at)
         except Exception:
             logger.exception("%d blocks were not copied for the disk", len(published))
         finally:
-            job.sequence.pages.drop()
+            loan.end()
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         if isinstance(error, Unavailable):
