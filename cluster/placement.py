@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 MAX_LEAD = 0.10
 """A worker this far above the mean work is spared, whatever it holds."""
-AGE_TOLERANCE = 0.25
+AGE_TOLERANCE = 0.5
 """A computing worker keeps its blocks while its oldest one is this close to the oldest of all."""
 
 

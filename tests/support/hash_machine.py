@@ -70,12 +70,22 @@ class Slot:
 class HashMachine:
     """A `ModelRunner` whose rows are hashes.
 
+    Args:
+        num_drafts: rows of guessed tokens, all rejected, that follow every row that samples.
+
     Attributes:
         before_step: called in the step thread before every step.
+        ring_rows: rows of every ring; older ones are overwritten.
         violations: uses of pages that were given back, and releases of pages in use.
     """
 
-    def __init__(self, num_blocks: int = 64, num_slots: int = 16, max_model_len: int = 512) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        num_slots: int = 16,
+        max_model_len: int = 512,
+        num_drafts: int = 0,
+    ) -> None:
         self.window = WINDOW
         self.geometry = GEOMETRY
         self.layout_digest = b"hash machine"
@@ -85,6 +95,8 @@ class HashMachine:
         self.max_model_len = max_model_len
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.violations: list[str] = []
+        self.ring_rows = WINDOW + REWIND
+        self._num_drafts = num_drafts
         self._blocks: list[list[int | None]] = [[None] * WINDOW for _ in range(num_blocks)]
         self._slots: dict[int, Slot] = {}
         self._running: frozenset[int] = frozenset()
@@ -107,6 +119,8 @@ class HashMachine:
             output = StepOutput()
             for step in plan.sequences:
                 self._run(step, (inbound or {}).get(step.slot), output)
+                if step.sampling is not None:
+                    self._run_drafts(step)
         finally:
             with self._lock:
                 self._running = frozenset()
@@ -156,9 +170,27 @@ class HashMachine:
             output.encoder_output[step.slot] = _pack(encoded, step.hand_over_from)
         output.num_encoder_rows += step.num_encoder_rows
         output.num_decoder_rows += step.num_decoder_rows
+        self._trim(slot)
+
+    def _trim(self, slot: Slot) -> None:
         for ring in (*slot.encoder, slot.decoder):
-            for position in sorted(ring)[: -WINDOW - REWIND]:
+            for position in sorted(ring)[: -self.ring_rows]:
                 del ring[position]
+
+    def _run_drafts(self, step: SequenceStep) -> None:
+        """Verify guesses that are all wrong, and rewind: their rows stay behind as garbage."""
+        stop = step.decoder_stop
+        room = min(len(step.block_table) * WINDOW, self.max_model_len) - stop
+        slot, guesses = self._slots[step.slot], range(min(self._num_drafts, room))
+        pair = slot.pair
+        for guess in guesses:
+            position = stop + guess
+            garbage = digest("guess", step.slot, position)
+            self._blocks[step.block_table[position // WINDOW]][position % WINDOW] = garbage
+            for ring in (*slot.encoder, slot.source, slot.decoder):
+                ring[position] = garbage
+            self._trim(slot)
+        slot.pair = pair
 
     @staticmethod
     def _window(ring: dict[int, int], floor: int, position: int) -> list[int]:

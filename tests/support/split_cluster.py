@@ -134,8 +134,11 @@ class SplitCluster:
         config: EngineConfig = CONFIG,
         num_blocks: int = 64,
         lanes: LaneConfig | None = None,
+        num_drafts: int = 0,
     ) -> None:
-        machines = [HashMachine(num_blocks, config.max_num_seqs) for _ in range(3)]
+        machines = [
+            HashMachine(num_blocks, config.max_num_seqs, num_drafts=num_drafts) for _ in range(3)
+        ]
         self.encoder_machine = machines[0]
         self.machines = {"d0": machines[1], "d1": machines[2]}
         transport = LoopbackTransport(lanes)
@@ -224,9 +227,10 @@ async def split_cluster(
     config: EngineConfig = CONFIG,
     num_blocks: int = 64,
     lanes: LaneConfig | None = None,
+    num_drafts: int = 0,
 ) -> AsyncIterator[SplitCluster]:
     """A running cluster that must be idle at the end, and after 60 s at the latest."""
-    cluster = SplitCluster(faults, config, num_blocks, lanes)
+    cluster = SplitCluster(faults, config, num_blocks, lanes, num_drafts)
     await cluster.start()
     async with asyncio.timeout(60):
         try:

@@ -6,8 +6,7 @@ The reference knows no cache: it computes the prompt with the restarts that the 
 from __future__ import annotations
 
 import asyncio
-import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hash_machine import (
@@ -18,9 +17,9 @@ from hash_machine import (
     reference_stream,
 )
 from hash_requests import ask, make_request, prompt, recipe_of
+from histories import TAILS, WINDOWS, check
 from split_cluster import (
     CONFIG,
-    SplitCluster,
     StepGate,
     Stream,
     collect,
@@ -30,28 +29,11 @@ from split_cluster import (
 )
 
 from ripresa.workers.config import WindowConfig, WindowPolicy
-from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
-from ripresa.workers.request import CacheUse, GenerationRequest
+from ripresa.workers.request import CacheUse
 
 FULL = WindowConfig(WindowPolicy.FULL)
-WINDOWS = (
-    WindowConfig(WindowPolicy.ZERO),
-    WindowConfig(WindowPolicy.JUNCTION),
-    WindowConfig(WindowPolicy.PERIODIC, period=3 * WINDOW),
-    WindowConfig(WindowPolicy.FULL),
-    # Room for four windows: they are evicted all the time.
-    WindowConfig(WindowPolicy.FULL, capacity_bytes=4 * 8 * WINDOW * NUM_ENCODER_LAYERS),
-)
-TAILS = (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL)
-
-
-def check(request: GenerationRequest, stream: Stream) -> Recipe:
-    """The stream is what its recipe defines."""
-    recipe = recipe_of(stream)
-    stream.assert_equals(reference_stream(request, recipe=recipe))
-    return recipe
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -212,97 +194,6 @@ async def test_a_cancel_publishes_committed_full_blocks_only(step: int) -> None:
         # Chunks end at 24, 48 and 60; the step under way is not committed.
         committed = (0, 24, 48, 60, 61, 62, 63)[step - 1]
         assert recipe.write_floor == min(committed // WINDOW * WINDOW, 48)
-
-
-@dataclass
-class History:
-    """Random requests that share prefixes, and what was said so far."""
-
-    rng: random.Random
-    known: list[tuple[int, ...]] = field(default_factory=lambda: [prompt(s, 30) for s in range(3)])
-
-    def next(self, number: int) -> GenerationRequest:
-        base = self.rng.choice(self.known)
-        first = len(base) if self.rng.random() < 0.3 else max(1, len(base) // 2)
-        cut = base[: self.rng.randint(first, len(base))]
-        tokens = (cut + prompt(self.rng.randrange(40), self.rng.randint(0, 40)))[:150]
-        mode = ReplayMode.EXACT if self.rng.random() < 0.2 else ReplayMode.BOUNDED
-        tail = self.rng.choice(TAILS[:2] if mode is ReplayMode.EXACT else TAILS)
-        request = ask(
-            tokens,
-            f"r{number}",
-            max_tokens=self.rng.randint(1, 20),
-            tail=tail,
-            cache=CacheUse(mode),
-            salt=self.rng.choice((b"a", b"a", b"b")),
-        )
-        return replace(request, session_id=self.rng.choice((None, "s", "t")))
-
-    def said(self, request: GenerationRequest, stream: Stream) -> None:
-        self.known.append(request.token_ids + stream.tokens)
-        if len(self.known) > 8:
-            del self.known[self.rng.randrange(len(self.known))]
-
-
-async def cancel_or_read(
-    rng: random.Random, history: History, request: GenerationRequest, read: asyncio.Task[Stream]
-) -> None:
-    if rng.random() < 0.25:
-        for _ in range(rng.randint(0, 60)):
-            await asyncio.sleep(0)
-        read.cancel()
-        await asyncio.gather(read, return_exceptions=True)
-        return
-    stream = await read
-    check(request, stream)
-    history.said(request, stream)
-
-
-SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_random_histories_on_one_worker(seed: int) -> None:
-    rng = random.Random(seed)
-    history = History(rng)
-    machine = HashMachine(num_blocks=rng.choice((70, 128, 300)))
-    config = replace(CONFIG, windows=rng.choice(WINDOWS))
-
-    async def one(engine: DecodeEngine, number: int) -> None:
-        request = history.next(number)
-        read = asyncio.create_task(collect(engine, request))
-        await cancel_or_read(rng, history, request, read)
-
-    async with local_engine(machine, config) as (engine, _):
-        for burst in range(12):
-            await asyncio.gather(*(one(engine, 3 * burst + k) for k in range(3)))
-            engine.check_integrity()
-        # Once it has run, the steps of cancelled requests are over too.
-        await collect(engine, ask((3,), "last"))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_random_histories_over_an_encoder_and_two_decode_workers(seed: int) -> None:
-    rng = random.Random(1000 + seed)
-    history = History(rng)
-
-    async def one(cluster: SplitCluster, number: int) -> None:
-        request = history.next(number)
-        name = rng.choice(("d0", "d1"))
-        if rng.random() < 0.3:
-            read = asyncio.create_task(collect(cluster.decoders[name], request))
-        else:
-            read = asyncio.create_task(cluster.collect(request, name))
-        await cancel_or_read(rng, history, request, read)
-
-    config = replace(CONFIG, windows=rng.choice(WINDOWS))
-    async with split_cluster(config=config, num_blocks=rng.choice((80, 300))) as cluster:
-        for burst in range(8):
-            await asyncio.gather(*(one(cluster, 3 * burst + k) for k in range(3)))
-            for engine in (cluster.encoder, *cluster.decoders.values()):
-                engine.check_integrity()
-        for name in cluster.decoders:
-            await cluster.collect(ask((3,), "last"), name)
 
 
 async def test_a_hit_on_the_encoder_and_on_the_decode_worker() -> None:

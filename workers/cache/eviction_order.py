@@ -27,6 +27,11 @@ class EvictionOrder:
         yield from self._demoted
         yield from self._recent
 
+    @property
+    def oldest(self) -> int | None:
+        """The longest unused block that is not demoted: what the pool loses next of value."""
+        return next(iter(self._recent), None)
+
     def put(self, block: int, *, is_demoted: bool) -> None:
         """Enter a block, or move it, behind all others of its class."""
         self.discard(block)

@@ -1,0 +1,188 @@
+"""Random histories of requests over hash machines, each stream held against the reference.
+
+    requests share prefixes, parks, tenants, modes and tails; some are cancelled at a random moment,
+    some go on elsewhere by their recipe, some steps fail, every decode step has rejected drafts
+
+A history raises at the first stream, page or window that is not what the recipe defines. All of it
+follows from one seed, apart from the moments at which a step thread happens to be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hash_machine import NUM_ENCODER_LAYERS, WINDOW, HashMachine, reference_stream
+from hash_requests import ask, prompt, recipe_of
+from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
+
+from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse, Failed, GenerationRequest
+from ripresa.workers.scheduling.step_plan import StepPlan
+
+WINDOWS = (
+    WindowConfig(WindowPolicy.ZERO),
+    WindowConfig(WindowPolicy.JUNCTION),
+    WindowConfig(WindowPolicy.PERIODIC, period=3 * WINDOW),
+    WindowConfig(WindowPolicy.FULL),
+    # Room for four windows: they are evicted all the time.
+    WindowConfig(WindowPolicy.FULL, capacity_bytes=4 * 8 * WINDOW * NUM_ENCODER_LAYERS),
+)
+TAILS = (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL)
+BROKEN = "the history broke this step"
+
+Run = Callable[[GenerationRequest], Awaitable[Stream]]
+"""Has a worker, or several, run a request to its end."""
+
+
+def check(request: GenerationRequest, stream: Stream) -> Recipe:
+    """The stream is what its recipe defines."""
+    assert stream.finished
+    recipe = recipe_of(stream)
+    stream.assert_equals(reference_stream(request, recipe=recipe))
+    return recipe
+
+
+class FailingMachine(HashMachine):
+    """A hash machine some of whose steps fail before they compute anything.
+
+    Args:
+        failures: says which.
+    """
+
+    def __init__(self, num_blocks: int, failures: random.Random, num_slots: int = 16) -> None:
+        super().__init__(num_blocks, num_slots, num_drafts=2)
+        self._failures = failures
+
+    def execute(
+        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+    ) -> StepOutput:
+        if self._failures.random() < 0.04:
+            raise RuntimeError(BROKEN)
+        return super().execute(plan, inbound)
+
+
+@dataclass
+class History:
+    """Random requests that share prefixes, and what was said so far."""
+
+    rng: random.Random
+    known: list[tuple[int, ...]] = field(default_factory=lambda: [prompt(s, 30) for s in range(3)])
+
+    def next(self, number: int) -> GenerationRequest:
+        base = self.rng.choice(self.known)
+        first = len(base) if self.rng.random() < 0.3 else max(1, len(base) // 2)
+        cut = base[: self.rng.randint(first, len(base))]
+        tokens = (cut + prompt(self.rng.randrange(40), self.rng.randint(0, 40)))[:150]
+        mode = ReplayMode.EXACT if self.rng.random() < 0.2 else ReplayMode.BOUNDED
+        tail = self.rng.choice(TAILS[:2] if mode is ReplayMode.EXACT else TAILS)
+        request = ask(
+            tokens,
+            f"r{number}",
+            max_tokens=self.rng.randint(1, 20),
+            tail=tail,
+            cache=CacheUse(mode),
+            salt=self.rng.choice((b"a", b"a", b"b")),
+        )
+        return replace(request, session_id=self.rng.choice((None, "s", "t")))
+
+    def said(self, request: GenerationRequest, stream: Stream) -> None:
+        prompt_ids = request.token_ids[: request.num_prompt_tokens]
+        streamed = request.token_ids[request.num_prompt_tokens :]
+        self.known.append(prompt_ids + streamed + stream.tokens)
+        if len(self.known) > 8:
+            del self.known[self.rng.randrange(len(self.known))]
+
+    async def play(self, request: GenerationRequest, run: Run) -> None:
+        """Run one request, to its end or not, and hold it against the reference."""
+        if self.rng.random() < 0.25:
+            await self._cancel(request, run)
+            return
+        stream = await run(request)
+        for attempt in range(3):
+            if not _was_broken(stream):
+                break
+            # What the broken step was to write, others must not find.
+            name = f"{request.request_id} after {attempt}"
+            stream = await run(replace(request, request_id=name))
+        if _was_broken(stream):
+            return
+        recipe = check(request, stream)
+        if self.rng.random() < 0.2 and stream.tokens:
+            # As if the worker had died in the middle: the same tokens by the same recipe.
+            num_streamed = self.rng.randrange(len(stream.tokens))
+            again = replace(
+                request,
+                request_id=f"{request.request_id} again",
+                recipe=recipe,
+                token_ids=request.token_ids + stream.tokens[:num_streamed],
+            )
+            taken_over = await run(again)
+            if _was_broken(taken_over):
+                return
+            assert recipe_of(taken_over) == recipe
+            assert stream.tokens[:num_streamed] + taken_over.tokens == stream.tokens
+        self.said(request, stream)
+
+    async def _cancel(self, request: GenerationRequest, run: Run) -> None:
+        task = asyncio.ensure_future(run(request))
+        for _ in range(self.rng.randint(0, 60)):
+            await asyncio.sleep(0)
+        task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(result, Stream) and not _was_broken(result):
+            check(request, result)
+        elif isinstance(result, Exception) and BROKEN not in str(result):
+            raise result
+
+
+def _was_broken(stream: Stream) -> bool:
+    last = stream.events[-1]
+    return isinstance(last, Failed) and BROKEN in str(last.error)
+
+
+async def on_one_worker(seed: int, num_bursts: int = 12) -> None:
+    """A decode worker that does everything by itself."""
+    rng = random.Random(seed)
+    history = History(rng)
+    machine = FailingMachine(rng.choice((70, 128, 300)), random.Random(seed + 1))
+    config = replace(CONFIG, windows=rng.choice(WINDOWS))
+    async with local_engine(machine, config) as (engine, _):
+
+        async def run(request: GenerationRequest) -> Stream:
+            return await collect(engine, request)
+
+        for burst in range(num_bursts):
+            requests = [history.next(3 * burst + k) for k in range(3)]
+            await asyncio.gather(*(history.play(request, run) for request in requests))
+            engine.check_integrity()
+        # Once it has run, the steps of cancelled requests are over too.
+        await run(ask((3,), "last"))
+
+
+async def over_a_cluster(seed: int, num_bursts: int = 8) -> None:
+    """An encoder worker and two decode workers, which also prefill by themselves."""
+    rng = random.Random(1000 + seed)
+    history = History(rng)
+    config = replace(CONFIG, windows=rng.choice(WINDOWS))
+    async with split_cluster(
+        config=config, num_blocks=rng.choice((80, 300)), num_drafts=2
+    ) as cluster:
+
+        async def run(request: GenerationRequest) -> Stream:
+            name = rng.choice(("d0", "d1"))
+            if rng.random() < 0.3:
+                return await collect(cluster.decoders[name], request)
+            return await cluster.collect(request, name)
+
+        for burst in range(num_bursts):
+            requests = [history.next(3 * burst + k) for k in range(3)]
+            await asyncio.gather(*(history.play(request, run) for request in requests))
+            for engine in (cluster.encoder, *cluster.decoders.values()):
+                engine.check_integrity()
+        for name in cluster.decoders:
+            await cluster.collect(ask((3,), "last"), name)
