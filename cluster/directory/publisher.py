@@ -77,6 +77,11 @@ class DirectoryPublisher:
                 shard.outbox.drop(item)
                 shard.changed.set()
 
+    @property
+    def has_changes(self) -> bool:
+        """Something is to be told, or was told and is not acknowledged."""
+        return any(shard.is_sending or shard.outbox.has_changes for shard in self._shards)
+
     def lead(self, claim: str, hashes: Sequence[bytes]) -> None:
         """This worker computes for a request that holds a claim: confirm it, and keep it up.
 
@@ -119,6 +124,7 @@ class DirectoryPublisher:
             await self._until_due(shard, sent_at)
             sent_at = clock()
             report = shard.outbox.next_report()
+            shard.is_sending = True
             try:
                 async with asyncio.timeout(self._timeout_s):
                     reply = await shard.send(report)
@@ -129,6 +135,7 @@ class DirectoryPublisher:
             if shard.outbox.next_report() is not report:
                 continue  # Restarted meanwhile: the reply is to another incarnation.
             shard.outbox.take(reply)
+            shard.is_sending = False
             if isinstance(reply, Refused):
                 logger.warning("the prefix directory takes this incarnation for dead")
                 shard.is_refused = True
@@ -160,3 +167,4 @@ class _Shard:
         self.send = send
         self.changed = asyncio.Event()
         self.is_refused = False
+        self.is_sending = False

@@ -195,12 +195,15 @@ class _Routes:
         """Routes that other rules than cost exclude, while others remain, say why."""
         limit = self.settings.max_local_rows
         holders = {True: self._holder(self.decoders), False: self._holder(self.encoders)}
+        home = self._home(candidates)
         noted = []
         for candidate in candidates:
             note = ""
             holder = holders[candidate.encoder is None]
             if candidate.sources.blocks and holder not in (None, candidate.computing):
                 note = f"{holder} holds more of it and is not far busier than the others"
+            if home is not None and candidate is not home:
+                note = f"the session's state is parked on {home.decoder}, which is not far busier"
             num_rows = self.query.num_tokens - candidate.hit.start
             if (
                 limit is not None
@@ -212,6 +215,15 @@ class _Routes:
                 note = f"{num_rows} rows are more than planner.max_local_rows, {limit}"
             noted.append(replace(candidate, note=note) if note else candidate)
         return noted
+
+    def _home(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The route that goes on from the session's parked state, if its worker has the time."""
+        home = next((c for c in candidates if c.hit.kind is PlanKind.RESUME), None)
+        if home is None:
+            return None
+        work = {worker.worker_id: worker.queue_s for worker in self.decoders}
+        name = computing_worker({home.decoder: 1}, work, self.settings.max_lead)
+        return home if name == home.decoder else None
 
     def _local(self, decoder: WorkerLoad) -> Candidate:
         work = self._resume(decoder) or self._work(decoder)

@@ -25,7 +25,7 @@ from ripresa.cluster.routing.route_plan import Candidate
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.config import DEFAULT_ANCHOR_INTERVAL
 from ripresa.workers.prefix_sources import PrefixOutcome
-from ripresa.workers.replay import PlanKind, ReplayMode
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import CacheUse
 
@@ -178,35 +178,32 @@ class PrefixHints:
         self.directory.lost(worker_id, self._incarnations.get(worker_id, 0))
 
     def admitted(
-        self, hashes: tuple[bytes, ...], route: Candidate, outcome: PrefixOutcome
+        self, hashes: tuple[bytes, ...], route: Candidate, recipe: Recipe, outcome: PrefixOutcome
     ) -> int | None:
         """Tell the directory what the computing worker found.
 
-        Returns by how many blocks more was planned than was there, negative if there was more;
-        None if the plan did not depend on what the directory said is held.
+        Returns by how many blocks more was planned than was reused, negative if more was; None if
+        the plan did not depend on what the directory said is held.
         """
-        hit = route.hit
-        if hit.kind is PlanKind.RESUME or route.sources.leader is not None:
+        hit, sources = route.hit, route.sources
+        if PlanKind.RESUME in (hit.kind, recipe.kind) or sources.leader is not None:
             return None
-        self._receipt(
-            route.computing,
-            hashes,
-            hit.restarts,
-            hit.num_local,
-            outcome.num_local,
-        )
+        num_reused = recipe.write_floor // self.geometry.window
+        # A worker that brings nothing says nothing but what it reuses.
+        num_local = outcome.num_local if sources else num_reused
+        self._receipt(route.computing, hashes, hit.restarts, hit.num_local, num_local)
         held = outcome.num_held
-        for source in route.sources.blocks:
+        for source in sources.blocks:
             if source.first <= held < source.stop:
                 # It failed at this block; of what follows nothing is known.
                 self._receipt(source.holder.worker_id, hashes, source.restarts, held + 1, held)
-        for window in route.sources.windows:
+        for window in sources.windows:
             number = window.boundary // self.geometry.window
             if number in outcome.missing_windows and held >= number:
                 self._receipt(
                     window.holder.worker_id, hashes, window.restarts, number, number, (number,)
                 )
-        return hit.num_blocks - min(held, len(hashes))
+        return hit.num_blocks - num_reused
 
     def _receipt(
         self,

@@ -441,7 +441,9 @@ class ClusterRouter:
         route.outcome = route.log.outcome = outcome
         if route.hints.lookup is None or execution.recipe is None:
             return
-        route.hit_error = self._hints.admitted(route.hints.hashes, route.computing, outcome)
+        route.hit_error = self._hints.admitted(
+            route.hints.hashes, route.computing, execution.recipe, outcome
+        )
 
     async def _first_word(self, stream: EventStream, decoder: str) -> EngineEvent:
         try:

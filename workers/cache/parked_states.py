@@ -99,6 +99,11 @@ class ParkedStates(Generic[P]):
             return None
         return state
 
+    def clear(self) -> None:
+        """Forget every session's state."""
+        self._held.clear()
+        self._num_bytes = 0
+
     def drop(self, tenant_salt: bytes, session_id: str) -> None:
         """Forget a session's state. Idempotent."""
         state = self._held.pop((tenant_salt, session_id), None)

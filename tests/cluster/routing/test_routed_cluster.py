@@ -1,0 +1,269 @@
+"""Do routes, pulls, claims and parked states together compute no row twice, and none wrongly?
+
+Router, directory, publishers, engines and transfers are the real ones; see `routed_cluster`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from hash_machine import REWIND, WINDOW, reference_stream
+from hash_requests import prompt as tokens_of
+from routed_cluster import Answered, RoutedCluster, routed_cluster
+from split_cluster import CONFIG, StepGate
+from told_index import Held, told_index
+
+from ripresa.cluster.routing.prompt import PromptRequest
+from ripresa.workers.cache.block_hash import hash_blocks, worker_context
+from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.replay import PlanKind, TailVariant
+from ripresa.workers.request import CacheUse, GenerationRequest, SamplingParams
+
+TOPOLOGIES = [(0, 1), (0, 3), (3, 3)]
+WINDOWS = replace(CONFIG, windows=WindowConfig(WindowPolicy.JUNCTION))
+NUM_TURNS = 20
+
+
+def ask(
+    token_ids: tuple[int, ...],
+    request_id: str,
+    *,
+    max_tokens: int = 4,
+    salt: bytes = b"",
+    session: str | None = None,
+    cache: CacheUse | None = None,
+) -> PromptRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5)
+    return PromptRequest(
+        request_id,
+        token_ids,
+        sampling,
+        TailVariant.FLOORED,
+        cache=cache or CacheUse(),
+        tenant_salt=salt,
+        session_id=session,
+    )
+
+
+def check_tokens(asked: PromptRequest, answered: Answered) -> None:
+    """The stream is what the reference gives for the recipe that the client was told."""
+    request = GenerationRequest(
+        asked.request_id,
+        0,
+        asked.token_ids,
+        len(asked.token_ids),
+        answered.recipe,
+        asked.sampling,
+    )
+    assert answered.tokens == reference_stream(request).tokens
+
+
+async def turn(cluster: RoutedCluster, asked: PromptRequest) -> Answered:
+    """One request alone: it computes exactly the rows of its plan, and streams what it should."""
+    before = cluster.rows()
+    answered = await cluster.ask(asked)
+    await cluster.told()
+    recipe, num_tokens = answered.recipe, len(asked.token_ids)
+    assert answered.finished.counters.encoder_rows == num_tokens - recipe.start
+    # Each generated token but the last passes the encoder half as well.
+    assert cluster.rows() - before == num_tokens - recipe.start + len(answered.tokens) - 1
+    check_tokens(asked, answered)
+    return answered
+
+
+def most_rows(new: int) -> int:
+    return max(3 * WINDOW + REWIND - 1, new + 2 * WINDOW)
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), TOPOLOGIES)
+async def test_a_tool_loop_computes_what_is_new(encoders: int, decoders: int) -> None:
+    rng = random.Random(encoders)
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        tokens = tokens_of(1, 40)
+        processed = 0
+        for number in range(NUM_TURNS):
+            answered = await turn(cluster, ask(tokens, f"turn {number}"))
+            rows = len(tokens) - answered.recipe.start
+            new = len(tokens) - processed
+            assert number == 0 or rows <= most_rows(new), answered.recipe
+            assert not answered.planned.hit_error_tokens
+            processed = len(tokens) + len(answered.tokens) - 1
+            tokens += answered.tokens + tokens_of(100 + number, rng.randint(1, 18))
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), TOPOLOGIES)
+async def test_a_session_computes_only_what_is_new(encoders: int, decoders: int) -> None:
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        tokens = tokens_of(2, 40)
+        processed = 0
+        for number in range(NUM_TURNS):
+            answered = await turn(cluster, ask(tokens, f"turn {number}", session="loop"))
+            assert answered.recipe.start == processed
+            assert number == 0 or answered.recipe.kind is PlanKind.RESUME
+            processed = len(tokens) + len(answered.tokens) - 1
+            tokens += answered.tokens + tokens_of(200 + number, 3 + number % 11)
+
+
+@pytest.mark.parametrize("session", [None, "loop"])
+@pytest.mark.parametrize(("encoders", "decoders"), [(0, 3), (3, 3)])
+async def test_whatever_is_lost_between_turns_costs_rows_alone(
+    encoders: int, decoders: int, session: str | None
+) -> None:
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        tokens = tokens_of(3, 60)
+        for number in range(12):
+            answered = await turn(cluster, ask(tokens, f"turn {number}", session=session))
+            match number:
+                case 2:
+                    await cluster.kill(answered.placed.worker_id)
+                case 4:
+                    cluster.directory.restart()
+                case 6:
+                    cluster.evict_all()
+                case 8:
+                    cluster.directory.is_down = True
+                case 9:
+                    cluster.directory.is_down = False
+                case 10 if answered.placed.encoder_id is not None:
+                    await cluster.kill(answered.placed.encoder_id)
+            tokens += answered.tokens + tokens_of(300 + number, 9)
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), TOPOLOGIES)
+async def test_eight_sub_agents_compute_their_prefix_once(encoders: int, decoders: int) -> None:
+    shared = tokens_of(4, 20 * WINDOW)
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        agents = [ask(shared + tokens_of(400 + k, 20), f"agent {k}") for k in range(8)]
+        before = cluster.rows()
+        answers = await asyncio.gather(*(cluster.ask(agent) for agent in agents))
+        rows = cluster.rows() - before
+        for agent, answered in zip(agents, answers, strict=True):
+            check_tokens(agent, answered)
+    starts = sorted(answered.recipe.start for answered in answers)
+    assert starts[0] == 0
+    assert starts[1] >= 19 * WINDOW
+    computed = sum(len(agent.token_ids) for agent in agents) - sum(starts)
+    assert rows == computed + sum(len(answered.tokens) - 1 for answered in answers)
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), TOPOLOGIES)
+async def test_a_cancelled_leader_is_succeeded_once(encoders: int, decoders: int) -> None:
+    """What the leader had computed is computed once, the rest once more, by one other."""
+    shared = tokens_of(5, 20 * WINDOW)
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        agents = [ask(shared + tokens_of(500 + k, 20), f"agent {k}") for k in range(8)]
+        gates = [
+            StepGate(worker.machine, 4)
+            for name, worker in cluster.workers_by_id.items()
+            if (name[0] == "e") is bool(encoders)
+        ]
+        tasks = [asyncio.create_task(cluster.ask(agents[0]))]
+        await asyncio.wait(
+            [asyncio.ensure_future(gate.reached.wait()) for gate in gates],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        tasks += [asyncio.create_task(cluster.ask(agent)) for agent in agents[1:]]
+        # The leader waits before its fourth step; the others have asked for what it computes.
+        while cluster.directory.index.counters.num_follows < len(agents) - 1:
+            await cluster.directory.changed()
+        tasks[0].cancel()
+        for gate in gates:
+            gate.open()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        answers = await asyncio.gather(*tasks[1:])
+        for agent, answered in zip(agents[1:], answers, strict=True):
+            check_tokens(agent, answered)
+    starts = sorted(answered.recipe.start for answered in answers)
+    # Three steps of the leader were done and found by its successor.
+    assert starts[0] > 0
+    assert starts[1] >= 19 * WINDOW
+
+
+async def test_tenants_share_nothing() -> None:
+    tokens = tokens_of(6, 10 * WINDOW)
+    async with routed_cluster(0, 3, config=WINDOWS) as cluster:
+        first = await turn(cluster, ask(tokens, "one", salt=b"one", session="s"))
+        other = await turn(cluster, ask(tokens, "two", salt=b"two", session="s"))
+        longer = tokens + first.tokens + tokens_of(7, 5)
+        resumed = await turn(cluster, ask(longer, "three", salt=b"two", session="s"))
+        assert first.recipe.start == other.recipe.start == 0
+        # Its own turn had the same tokens, so it goes on from that one.
+        assert resumed.recipe.kind is PlanKind.RESUME
+        stranger = await turn(cluster, ask(longer, "four", salt=b"three", session="s"))
+        assert stranger.recipe.kind is PlanKind.COLD
+        pulls = [w.engine.stats().pulls for w in cluster.workers_by_id.values()]
+        assert all(pull.received_bytes == 0 for pull in pulls)
+
+
+async def test_tenants_at_once_lead_their_own_claims() -> None:
+    tokens = tokens_of(8, 10 * WINDOW)
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        asked = [ask(tokens, f"tenant {k}", salt=bytes([k])) for k in range(4)]
+        answers = await asyncio.gather(*(cluster.ask(one) for one in asked))
+        assert [answered.recipe.start for answered in answers] == [0] * 4
+        assert cluster.directory.index.counters.num_follows == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("encoders", "decoders"), [(0, 2), (2, 2)])
+async def test_a_directory_of_lies_changes_no_answer(
+    encoders: int, decoders: int, seed: int
+) -> None:
+    """Wrong holders, windows that are none, dead workers, lineages that nobody computed."""
+    rng = random.Random(seed)
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        names = [*cluster.workers_by_id, "nobody"]
+        tokens = tokens_of(seed, 50)
+        for number in range(6):
+            layout = b"hash machine"
+            hashes = hash_blocks(worker_context(layout, WINDOW, b""), tokens)
+            lies = {
+                name: [
+                    Held(
+                        hashes,
+                        stop=rng.randint(0, len(hashes)),
+                        restarts=rng.choice([(), (2 * WINDOW,), (WINDOW, 3 * WINDOW)]),
+                        windows=tuple(rng.sample(range(1, len(hashes) + 1), 2)),
+                    )
+                ]
+                for name in rng.sample(names, rng.randint(1, len(names)))
+            }
+            now = asyncio.get_running_loop().time()
+            cluster.directory.index = told_index(WINDOW, lies, now)
+            asked = ask(tokens, f"turn {number}")
+            answered = await cluster.ask(asked)
+            check_tokens(asked, answered)
+            tokens += answered.tokens + tokens_of(700 + number, 11)
+        assert cluster.directory.receipts
+
+
+async def test_a_lie_is_counted_and_corrected() -> None:
+    tokens = tokens_of(9, 10 * WINDOW)
+    hashes = hash_blocks(worker_context(b"hash machine", WINDOW, b""), tokens)
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        now = asyncio.get_running_loop().time()
+        index = told_index(WINDOW, {"d1": [Held(hashes, 8)]}, now)
+        cluster.directory.index = index
+        answered = await cluster.ask(ask(tokens, "misled"))
+        assert answered.placed.worker_id == "d1"
+        assert answered.planned.hit_error_tokens == 8 * WINDOW
+        assert index.counters.num_overestimated_blocks == 8
+        assert answered.recipe.kind is PlanKind.COLD
+
+
+async def test_a_plan_explains_itself() -> None:
+    tokens = tokens_of(10, 10 * WINDOW)
+    async with routed_cluster(2, 2, config=WINDOWS) as cluster:
+        await turn(cluster, ask(tokens, "first"))
+        again = await turn(cluster, ask(tokens, "second"))
+        lines = cluster.router.explain("second")
+        text = "\n".join(lines)
+        assert lines[0] == f"request second, {len(tokens)} prompt tokens"
+        assert f"{again.placed.worker_id}, encoder {again.placed.encoder_id}" in text
+        assert "planned hit: window" in text
+        assert "real hit: " in text
+        assert "instead: " in text
+        assert "recipe: window" in text

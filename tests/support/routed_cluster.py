@@ -1,0 +1,376 @@
+"""How do tests run the real router over real workers and a real directory, all in one process?
+
+Only the network is missing: engines run on hash machines, lanes are loopback, and the directory's
+index is called where an actor would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from hash_machine import GEOMETRY, HashMachine
+from split_cluster import CONFIG, assert_idle
+
+from ripresa.cluster.directory.events import Answer, PlanByLoad, Receipt, Reply, Report
+from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
+from ripresa.cluster.directory.publisher import DirectoryPublisher
+from ripresa.cluster.routing.prefix_hints import PrefixHints
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
+from ripresa.cluster.routing.router import ClusterRouter
+from ripresa.cluster.routing.worker_load import PlannerSettings
+from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.config import EngineConfig
+from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.encoder_engine import EncoderEngine
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
+from ripresa.workers.replay import Recipe, ReplayMode
+from ripresa.workers.report import WorkerReport
+from ripresa.workers.request import (
+    EngineEvent,
+    Finished,
+    GenerationRequest,
+    Tokens,
+    WorkCounters,
+)
+from ripresa.workers.transfer.base import Peer
+from ripresa.workers.transfer.loopback import LoopbackTransport
+from ripresa.workers.worker_transfers import WorkerTransfers
+
+W = GEOMETRY.window
+
+
+class LocalDirectory:
+    """The directory as gateway and workers see it, without an actor; implements `Directory`.
+
+    Attributes:
+        index: the real one; `restart` begins with an empty one.
+        is_down: nothing is answered.
+        receipts: what gateways told.
+    """
+
+    def __init__(self) -> None:
+        self._incarnation = 0
+        self._changed = asyncio.Event()
+        self.is_down = False
+        self.receipts: list[Receipt] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self._incarnation += 1
+        # Claims do not lapse within a test, however slow its machine is.
+        settings = DirectorySettings(window=W, late_s=30.0, lease_s=60.0, claim_s=30.0)
+        self.index = PrefixIndex(settings, f"incarnation {self._incarnation}")
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def lookup_or_claim(
+        self,
+        hashes: Sequence[bytes],
+        request: str,
+        mode: ReplayMode = ReplayMode.BOUNDED,
+        interval: int | None = None,
+        gone: str | None = None,
+    ) -> Answer | PlanByLoad:
+        if self.is_down:
+            return PlanByLoad("it is down")
+        return self.index.lookup_or_claim(hashes, request, self._now, mode, interval, gone)
+
+    async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None:
+        while self.index.is_claimed(request, self._now):
+            found = self.index.leader(request, self._now)
+            if found is not None:
+                return found
+            await self._changed.wait()
+        return None
+
+    def release(self, hashes: Sequence[bytes], request: str) -> None:
+        self.index.release(request)
+        self._tell()
+
+    def receipt(self, receipt: Receipt) -> None:
+        self.receipts.append(receipt)
+        self.index.receipt(receipt, self._now)
+
+    def lost(self, worker: str, incarnation: int) -> None:
+        self.index.lost(worker, incarnation)
+        self._tell()
+
+    async def report(self, report: Report) -> Reply:
+        """Take a worker's report; a `Send` of publishers."""
+        if self.is_down:
+            raise Unavailable("the directory is down")
+        reply = self.index.report(report, self._now)
+        self._tell()
+        return reply
+
+    async def changed(self) -> None:
+        """Return after the next report."""
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass
+class Worker:
+    address: WorkerAddress
+    machine: HashMachine
+    transfers: WorkerTransfers
+    engine: DecodeEngine | EncoderEngine
+    publisher: DirectoryPublisher
+
+
+@dataclass
+class Answered:
+    """What one request's events say."""
+
+    events: list[RouterEvent] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(t for e in self.events if isinstance(e, Tokens) for t in e.token_ids)
+
+    @property
+    def placed(self) -> Placed:
+        return next(e for e in self.events if isinstance(e, Placed))
+
+    @property
+    def planned(self) -> Placed | Planned:
+        """The event that brought the recipe."""
+        return next(
+            e for e in self.events if isinstance(e, Placed | Planned) and e.recipe is not None
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        recipe = self.planned.recipe
+        assert recipe is not None
+        return recipe
+
+    @property
+    def finished(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished), last
+        return last
+
+
+class RoutedCluster:
+    """Encoder workers e0.. and decode workers d0.. behind one router.
+
+    It is the router's view of workers and its way to them.
+    """
+
+    def __init__(
+        self,
+        num_encoders: int,
+        num_decoders: int,
+        config: EngineConfig,
+        num_blocks: int,
+        settings: PlannerSettings,
+    ) -> None:
+        self.directory = LocalDirectory()
+        self.workers_by_id: dict[str, Worker] = {}
+        self.dead: set[str] = set()
+        self._died = asyncio.Event()
+        transport = LoopbackTransport(None)
+        addresses = [WorkerAddress(f"e{k}", WorkerKind.ENCODER) for k in range(num_encoders)]
+        addresses += [WorkerAddress(f"d{k}", WorkerKind.DECODE) for k in range(num_decoders)]
+        for address in addresses:
+            self._add(address, HashMachine(num_blocks, config.max_num_seqs), transport, config)
+        hints = PrefixHints(self.directory, GEOMETRY, self._address)
+        self.router = ClusterRouter(self, self, hints, settings)
+
+    def _add(
+        self,
+        address: WorkerAddress,
+        machine: HashMachine,
+        transport: LoopbackTransport,
+        config: EngineConfig,
+    ) -> None:
+        name = address.worker_id
+        transfers = WorkerTransfers(address, self._resolve, transport)
+        publisher = DirectoryPublisher(
+            name,
+            1,
+            [self.directory.report],
+            lambda lowest: publisher.restart(lowest),
+            interval_s=0.001,
+            heartbeat_s=0.02,
+        )
+        engine: DecodeEngine | EncoderEngine
+        if address.kind is WorkerKind.ENCODER:
+            engine = EncoderEngine(
+                name, machine, transfers.outbound, config, listener=publisher, peers=transfers.peers
+            )
+            transfers.receive(engine.exchange)
+        else:
+            engine = DecodeEngine(name, machine, config, listener=publisher, peers=transfers.peers)
+            transfers.receive(engine.exchange, engine)
+        self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher)
+
+    # -- what the router asks for ------------------------------------------------------------
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        return tuple(
+            WorkerReport(
+                name,
+                worker.address.kind,
+                "node",
+                1,
+                1,
+                worker.engine.stats(),
+                worker.machine.layout_digest,
+                100,
+                100,
+                100,
+            )
+            for name, worker in self.workers_by_id.items()
+            if name not in self.dead
+        )
+
+    async def refresh(self) -> None:
+        return None
+
+    def lost(self, worker_id: str) -> None:
+        return None
+
+    async def gone(self, worker_id: str) -> None:
+        while worker_id not in self.dead:
+            await self._died.wait()
+
+    async def generate(
+        self, worker_id: str, request: GenerationRequest, local: bool
+    ) -> AsyncGenerator[EngineEvent]:
+        engine = self._worker(worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        async with aclosing(engine.generate(request, local=local)) as events:
+            async for event in events:
+                yield event
+
+    async def prefill(
+        self, worker_id: str, request: GenerationRequest, receiver: str
+    ) -> WorkCounters:
+        engine = self._worker(worker_id).engine
+        assert isinstance(engine, EncoderEngine)
+        return await engine.prefill(request, receiver)
+
+    async def abort(self, worker_id: str, request_id: str) -> bool:
+        return self._worker(worker_id).engine.abort(request_id)
+
+    # -- what tests do -----------------------------------------------------------------------
+
+    async def ask(self, prompt: PromptRequest) -> Answered:
+        answered = Answered()
+        async with aclosing(self.router.generate(prompt)) as events:
+            async for event in events:
+                answered.events.append(event)
+        return answered
+
+    async def told(self) -> None:
+        """Return when the directory, if it listens, knows all that the workers hold."""
+        while not self.directory.is_down and any(
+            worker.publisher.has_changes
+            for name, worker in self.workers_by_id.items()
+            if name not in self.dead
+        ):
+            await self.directory.changed()
+
+    def rows(self) -> int:
+        """Encoder rows that all workers have computed."""
+        return sum(w.engine.stats().num_encoder_rows for w in self.workers_by_id.values())
+
+    def evict_all(self) -> None:
+        """Every cached block, window and parked state is gone."""
+        for worker in self.workers_by_id.values():
+            prefixes = worker.engine._core._prefixes
+            prefixes.blocks.withdraw(lambda record: True)
+            prefixes.windows.clear()
+            prefixes.parked.clear()
+
+    async def kill(self, name: str) -> None:
+        """The worker's process ends; nobody hears from it again."""
+        self.dead.add(name)
+        self._died.set()
+        self._died = asyncio.Event()
+        worker = self.workers_by_id[name]
+        await worker.publisher.stop()
+        await worker.engine.stop()
+        await worker.transfers.close()
+        for other in self.workers_by_id.values():
+            if other is not worker:
+                other.transfers.peer_lost(name)
+
+    async def settle(self) -> None:
+        """Nothing is left of any request on any worker or lane, nor in the router."""
+        living = [w for name, w in self.workers_by_id.items() if name not in self.dead]
+        for _ in range(2):
+            for worker in living:
+                await worker.transfers.drain()
+        for worker in living:
+            worker.transfers.check_integrity()
+            assert_idle(worker.engine, worker.machine)
+        self.router.check_integrity()
+
+    async def start(self) -> None:
+        for worker in self.workers_by_id.values():
+            await worker.engine.start()
+            await worker.publisher.start()
+
+    async def stop(self) -> None:
+        living = [w for name, w in self.workers_by_id.items() if name not in self.dead]
+        for worker in living:
+            await worker.publisher.stop()
+            await worker.engine.stop()
+        for worker in living:
+            await worker.transfers.close()
+
+    def _worker(self, name: str) -> Worker:
+        if name in self.dead:
+            raise Unreachable(f"worker {name} is gone")
+        found = self.workers_by_id.get(name)
+        if found is None:
+            raise RipresaError(ErrorCode.INTERNAL, f"there is no worker {name}")
+        return found
+
+    def _resolve(self, address: WorkerAddress) -> Peer:
+        if address.worker_id in self.dead or address.worker_id not in self.workers_by_id:
+            raise Unavailable(f"worker {address.worker_id} is gone")
+        return self.workers_by_id[address.worker_id].transfers
+
+    def _address(self, name: str) -> WorkerAddress | None:
+        if name in self.dead or name not in self.workers_by_id:
+            return None
+        return self.workers_by_id[name].address
+
+
+@asynccontextmanager
+async def routed_cluster(
+    num_encoders: int = 0,
+    num_decoders: int = 2,
+    *,
+    config: EngineConfig = CONFIG,
+    num_blocks: int = 128,
+    settings: PlannerSettings | None = None,
+) -> AsyncIterator[RoutedCluster]:
+    """A running cluster that must be idle at the end, and after 60 s at the latest.
+
+    Without settings, encoders prefill every prompt where there are any, and nothing costs time to
+    bring, so that plans do not depend on how busy the test's machine is.
+    """
+    settings = settings or PlannerSettings(
+        max_local_rows=0 if num_encoders else None, round_trip_s=0.0, bandwidth_bytes_per_s=1e15
+    )
+    cluster = RoutedCluster(num_encoders, num_decoders, config, num_blocks, settings)
+    await cluster.start()
+    async with asyncio.timeout(60):
+        try:
+            yield cluster
+            await cluster.settle()
+        finally:
+            await cluster.stop()
