@@ -150,7 +150,7 @@ class PrefixServing:
 
     async def _send(self, pull: Pull) -> None:
         job = None if pull.leader is None else await self._live.leader(pull.leader)
-        restarts = pull.restarts if pull.restarts is not None else await _lineage(pull, job)
+        restarts = pull.restarts if pull.restarts is not None else await _lineage(job, pull)
         manifest = PullManifest(
             transfer_id=pull.pull_id,
             sender=self._peers.own.worker_id,
@@ -230,10 +230,11 @@ class PrefixServing:
             self._ended.popitem(last=False)
 
 
-async def _lineage(pull: Pull, job: Job | None) -> tuple[int, ...]:
+async def _lineage(job: Job | None, pull: Pull) -> tuple[int, ...]:
     """The leader's lineage, once its recipe is fixed.
 
-    Raises RipresaError: NOT_FOUND; it is over before.
+    That of exact blocks if it is over before: what is held of them is sent, and the receiver hears
+    at once that no more will come.
     """
     while job is not None and not job.is_over:
         if job.sequence.is_fixed:
@@ -241,7 +242,7 @@ async def _lineage(pull: Pull, job: Job | None) -> tuple[int, ...]:
         if not _goes_on(pull, job):
             break
         await job.moved()
-    raise RipresaError(ErrorCode.NOT_FOUND, f"request {pull.leader} does not run here any more")
+    return ()
 
 
 def _goes_on(pull: Pull, job: Job) -> bool:
