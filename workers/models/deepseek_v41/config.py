@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.deepseek_v41.config_fields import Fields, require_implemented
 from ripresa.workers.models.strict_json import read_json
 
 MAX_FILE_BYTES = 1 << 20
 """A `config.json` has a few thousand bytes."""
 
-# A config names sizes that loops and tables are made from: a hostile one must not stall a worker.
-_MAX_SIZE = 2**40
-_MAX_COUNT = 2**14
+# A config names sizes that loops are made from: a hostile one must not stall a worker.
 _MAX_EXPERTS = 2**20
 _MAX_HASHES = 2**12
 
@@ -200,72 +199,6 @@ class ModelConfig:
         return config
 
 
-class _Fields:
-    """Typed access to one JSON object; every complaint names the field."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str) -> None:
-        self._values = values
-        self._prefix = prefix
-
-    def count(self, name: str, low: int = 1) -> int:
-        """How many there are of something that has tensors, or costs time, of its own."""
-        value = self.integer(name, low)
-        if value > _MAX_COUNT:
-            raise self._error(name, f"is absurdly large: {value}")
-        return value
-
-    def integer(self, name: str, low: int = 1, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._error(name, f"must be an integer, is {_shown(value)}")
-        if value < low:
-            raise self._error(name, f"must be at least {low}, is {_shown(value)}")
-        if value > _MAX_SIZE:
-            raise self._error(name, f"is absurdly large: {_shown(value)}")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self._get(name, None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._error(name, f"must be a number, is {_shown(value)}")
-        if not 0 < value <= _MAX_SIZE:
-            raise self._error(name, f"must be above 0 and not absurdly large, is {_shown(value)}")
-        return float(value)
-
-    def integers(self, name: str, low: int = 0) -> tuple[int, ...]:
-        value = self._get(name, None)
-        if not isinstance(value, list) or any(
-            isinstance(v, bool) or not isinstance(v, int) or not low <= v <= _MAX_SIZE
-            for v in value
-        ):
-            raise self._error(name, f"must be a list of integers of at least {low}")
-        return tuple(value)
-
-    def has(self, name: str) -> bool:
-        return name in self._values
-
-    def section(self, name: str) -> _Fields:
-        value = self._get(name, None)
-        if not isinstance(value, Mapping):
-            raise self._error(name, "must be a JSON object")
-        return _Fields(value, f"{self._prefix}{name}.")
-
-    def equal(self, name: str, expected: object) -> None:
-        value = self._get(name, expected)
-        if value != expected:
-            raise self._error(name, f"only {expected!r} is supported, is {_shown(value)}")
-
-    def _get(self, name: str, default: object) -> Any:
-        if name not in self._values:
-            if default is None:
-                raise self._error(name, "is missing")
-            return default
-        return self._values[name]
-
-    def _error(self, name: str, message: str) -> ConfigError:
-        return ConfigError(f"{self._prefix}{name}", message)
-
-
 def check_w8a8(config: ModelConfig) -> None:
     """Refuse rounded linear inputs (`w8a8`) for a model that the release would not round.
 
@@ -297,26 +230,11 @@ def check_w8a8(config: ModelConfig) -> None:
             )
 
 
-def _shown(value: object) -> str:
-    """A value of a config that nobody vouches for, in an error message."""
-    try:
-        text = repr(value)
-    except ValueError:  # more digits than Python prints
-        return "a huge number"
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
-    fields = _Fields(text, "text_config." if text is not document else "")
+    fields = Fields(text, "text_config." if text is not document else "")
+    require_implemented(document, fields)
     scaling = fields.section("rope_scaling")
-    scaling.equal("rope_type", "yarn")
-    fields.equal("scoring_func", "sqrtsoftplus")
-    fields.equal("topk_method", "noaux_tc")
-    fields.equal("norm_topk_prob", True)
-    fields.equal("hidden_act", "silu")
-    fields.equal("tie_word_embeddings", False)
-    fields.equal("num_key_value_heads", 1)
-    fields.equal("attention_bias", False)
+    top = Fields(document, "")
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", 4),
         hidden_size=fields.integer("hidden_size"),
@@ -342,29 +260,30 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         n_shared_experts=fields.count("n_shared_experts"),
         num_experts_per_tok=fields.count("num_experts_per_tok"),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
-        sliding_window=fields.integer("sliding_window", 2),
+        sliding_window=fields.count("sliding_window", 2),
         compress_ratios=fields.integers("compress_ratios"),
         compress_rope_theta=fields.number("compress_rope_theta"),
         kv_source_layer_ids=fields.integers("kv_source_layer_ids"),
         index_source_layer_ids=fields.integers("index_source_layer_ids"),
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=fields.integer("index_head_dim"),
-        index_topk=fields.integer("index_topk"),
+        index_topk=fields.count("index_topk"),
         candidate_source_layer_id=fields.integer("candidate_source_layer_id", 0),
-        candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
-        candidate_block_size=fields.integer("candidate_block_size"),
+        candidate_topk_blocks=fields.count("candidate_topk_blocks"),
+        candidate_block_size=fields.count("candidate_block_size"),
         hc_mult=fields.count("hc_mult"),
         hc_sinkhorn_iters=fields.count("hc_sinkhorn_iters"),
         hc_eps=fields.number("hc_eps"),
         engram=_parse_engram(fields),
         draft=_parse_draft(fields),
-        bos_token_id=fields.integer("bos_token_id", 0, default=0),
-        eos_token_id=fields.integer("eos_token_id", 0, default=1),
-        quantised=_parse_quantisation(document),
+        # Ids stand in the text config or beside it.
+        bos_token_id=fields.integer("bos_token_id", 0, top.integer("bos_token_id", 0, 0)),
+        eos_token_id=fields.integer("eos_token_id", 0, top.integer("eos_token_id", 0, 1)),
+        quantised=document.get("quantization_config") is not None,
     )
 
 
-def _parse_engram(fields: _Fields) -> EngramConfig:
+def _parse_engram(fields: Fields) -> EngramConfig:
     layer_ids = fields.integers("engram_layer_ids") if fields.has("engram_layer_ids") else ()
     if not layer_ids:
         return EngramConfig((), (), 0, 0, 0, 0, 0, 0)
@@ -380,19 +299,7 @@ def _parse_engram(fields: _Fields) -> EngramConfig:
     )
 
 
-def _parse_quantisation(document: Mapping[str, Any]) -> bool:
-    """Whether weights may be stored in the release's quantised formats."""
-    if document.get("quantization_config") is None:
-        return False
-    section = _Fields(document, "").section("quantization_config")
-    section.equal("quant_method", "fp8")
-    section.equal("weight_block_size", [32, 32])
-    section.equal("scale_fmt", "ue8m0")
-    section.equal("expert_dtype", "fp4")
-    return True
-
-
-def _parse_draft(fields: _Fields) -> DraftConfig:
+def _parse_draft(fields: Fields) -> DraftConfig:
     stages = "num_nextn_predict_layers"
     if not fields.has(stages) or fields.count(stages, 0) == 0:
         return DraftConfig(0, 0, 0, 0)
