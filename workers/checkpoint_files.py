@@ -12,7 +12,7 @@ from pathlib import Path
 from ripresa.workers.errors import CheckpointError, ConfigError
 from ripresa.workers.models.checkpoint import ProgressLines
 from ripresa.workers.models.checkpoint_index import INDEX_FILE, shard_paths
-from ripresa.workers.models.regular_file import open_regular
+from ripresa.workers.models.regular_file import file_within, open_regular
 
 SUMS_FILE = "SHA256SUMS"
 _PIECE = 8 << 20
@@ -28,13 +28,16 @@ class CheckpointFiles:
         folder: the checkpoint. A `SHA256SUMS` in it, as `sha256sum` writes them, is the record.
 
     Raises:
-        CheckpointError: the index is unusable.
+        CheckpointError: the index is unusable, or a link leads out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         names = ("config.json", "tokenizer.json", INDEX_FILE)
-        self._paths = [folder / name for name in names if (folder / name).exists()]
+        try:
+            self._paths = [file_within(folder, name) for name in names if (folder / name).exists()]
+            self._record = file_within(folder, SUMS_FILE)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} points outside: {error}") from error
         self._paths += shard_paths(folder)
 
     def check(self, echo: Echo, *, record: bool = False) -> bool:
@@ -73,7 +76,7 @@ class CheckpointFiles:
         return good
 
     def _read_record(self) -> dict[str, str]:
-        path = self._folder / SUMS_FILE
+        path = self._record
         if not path.exists():
             return {}
         try:
@@ -85,7 +88,7 @@ class CheckpointFiles:
         return {pair[1].lstrip("*"): pair[0].lower() for pair in pairs if len(pair) == 2}
 
     def _write_record(self, hashes: dict[str, str]) -> None:
-        path = self._folder / SUMS_FILE
+        path = self._record
         try:
             path.write_text("".join(f"{value}  {name}\n" for name, value in hashes.items()))
         except OSError as error:

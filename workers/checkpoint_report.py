@@ -42,7 +42,7 @@ def report_checkpoint(folder: Path) -> Iterator[str]:
         note = ": recognised, NOT LOADED yet" if part is Part.DRAFT else ""
         if tensors:
             yield f"  {part:<16}{_sum(tensors)}{note}"
-    yield from _unread(inventory)
+    yield from _unread(inventory, config)
     yield "formats"
     formats: dict[str, list[StoredTensor]] = {}
     for tensor in inventory.stored:
@@ -76,13 +76,14 @@ def _model(config: ModelConfig) -> Iterator[str]:
         yield f"  Engram before layers {', '.join(map(str, config.engram.layer_ids))}"
 
 
-def _unread(inventory: Inventory) -> Iterator[str]:
+def _unread(inventory: Inventory, config: ModelConfig) -> Iterator[str]:
     """What is in the files and never loaded, said out loud."""
     if inventory.vision:
         num_bytes = sum(entry.num_bytes for entry in inventory.vision)
+        note = "" if config.text_only else '; a worker starts only with "vision_config": null'
         yield (
             f"  {'vision':<16}{_amount(len(inventory.vision), num_bytes)}: NOT LOADED, images are "
-            "not supported"
+            f"not supported{note}"
         )
     if inventory.unknown_draft:
         num_bytes = sum(entry.num_bytes for entry in inventory.unknown_draft)

@@ -25,6 +25,7 @@ from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as com
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.models.regular_file import file_within
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import logprobs_of, sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -400,7 +401,7 @@ def _compressed_ids(folder: Path, config: ModelConfig) -> Ids:
     if not path.is_file():
         raise ConfigError("model.path", f"{path} is missing; Engram hashes what it decodes")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(file_within(folder, path.name)))
     # The library raises a bare Exception for whatever is wrong with the file.
     except Exception as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}; copy the file again") from error

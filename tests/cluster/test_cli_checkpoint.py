@@ -118,7 +118,7 @@ def test_a_config_with_vision_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(document | {"vision_config": {"depth": 2}}))
     result = ripresa("checkpoint", "inspect", str(tmp_path))
     assert result.exit_code == MISUSED
-    assert "vision_config: images are not supported; take this field out" in result.stderr
+    assert 'vision_config: images are not supported; write "vision_config": null' in result.stderr
 
 
 def test_inspect_fails_where_a_worker_would(tmp_path: Path) -> None:
@@ -126,7 +126,10 @@ def test_inspect_fails_where_a_worker_would(tmp_path: Path) -> None:
     remove_tensor(tmp_path, "norm.weight")
     result = ripresa("checkpoint", "inspect", str(tmp_path))
     assert result.exit_code == FAILED
-    assert "norm.weight: is missing; copy the whole folder" in result.stderr
+    assert (
+        "norm.weight: is missing: it is not in model.safetensors.index.json, nor in any of its"
+        in result.stderr
+    )
 
 
 def test_plan_memory_prints_both_kinds_of_worker(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_any_value_as_the_document(document: object) -> None:
         ({"hc_sinkhorn_iters": 2**30}, "text_config.hc_sinkhorn_iters"),
         ({"dspark_n_routed_experts": 2**30}, "text_config.dspark_n_routed_experts"),
         ({"bos_token_id": 96}, "eos_token_id"),
+        ({"sliding_window": 2**39}, "text_config.sliding_window"),
+        ({"index_topk": 2**39}, "text_config.index_topk"),
+        ({"candidate_topk_blocks": 2**39}, "text_config.candidate_topk_blocks"),
     ],
 )
 def test_sizes_that_would_stall_a_worker_are_refused(
@@ -109,6 +112,48 @@ def test_sizes_that_would_stall_a_worker_are_refused(
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_dict(tiny_config(**changes))
     assert field in str(caught.value.field)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("text_config", "n_group"), 8),
+        (("text_config", "topk_group"), 4),
+        (("text_config", "first_k_dense_replace"), 3),
+        (("text_config", "gate_temperature"), 0.5),
+        (("text_config", "mlp_bias"), True),
+        (("text_config", "a_new_idea"), 1),
+        (("text_config", "rope_scaling", "mscale"), 1.0),
+        (("text_config", "rope_scaling", "mscale_all_dim"), 1.0),
+        (("text_config", "rope_scaling", "rope_type"), "linear"),
+        (("text_config", "rope_scaling", "a_new_idea"), 1),
+        (("quantization_config", "activation_scheme"), "static"),
+        (("quantization_config", "a_new_idea"), 1),
+        (("model_type",), "llama"),
+        (("tie_word_embeddings",), True),
+        (("a_new_idea",), 1),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else repr(value),
+)
+def test_what_would_make_another_model_is_refused_by_name(
+    path: tuple[str, ...], value: object
+) -> None:
+    document = tiny_config()
+    if path[0] == "quantization_config":
+        document["quantization_config"] = {"quant_method": "fp8"}
+    assert parse(document) is not None
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(changed(document, path, value))
+    assert caught.value.field == ".".join(path)
+
+
+def test_fields_that_change_nothing_may_stand_there() -> None:
+    plain = parse(tiny_config())
+    said = tiny_config(n_group=1, topk_group=1, use_cache=True, torch_dtype="bfloat16")
+    said |= {"transformers_version": "5.0", "image_token_id": 7, "tie_word_embeddings": False}
+    assert parse(said) == plain
+    beside = tiny_config() | {"eos_token_id": 5}
+    assert ModelConfig.from_dict(beside).eos_token_id == 5
 
 
 @pytest.mark.parametrize(

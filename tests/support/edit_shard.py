@@ -43,16 +43,6 @@ def edit_index(folder: Path, edit: Callable[[Header], object]) -> None:
     path.write_text(json.dumps(document))
 
 
-def rename_tensor(folder: Path, name: str, new: str) -> None:
-    """The same bytes under another name, in header and index alike."""
-
-    def rename(names: Header) -> None:
-        names[new] = names.pop(name)
-
-    edit_header(shard_of(folder, name), rename)
-    edit_index(folder, lambda document: rename(document["weight_map"]))
-
-
 def remove_tensor(folder: Path, name: str) -> None:
     """Without it and its bytes, in a file that is whole otherwise."""
     path = shard_of(folder, name)

@@ -54,6 +54,38 @@ def test_a_sound_model(demo: Path) -> None:
     assert lines[-1] == "nothing wrong was found"
 
 
+@pytest.mark.parametrize("has_broken_layer", [False, True])
+def test_without_a_tokenizer_the_layers_still_run(folder: Path, has_broken_layer: bool) -> None:
+    (folder / "tokenizer.json").unlink()
+    if has_broken_layer:
+        flip_payload(folder, "layers.3.ffn_norm.weight", b"\x7f\x7f")  # the largest bf16
+    good, lines = examined(folder)
+    assert good is not has_broken_layer
+    assert sum("stream rms" in line for line in lines) == 8
+    assert any("random token ids, for want of a tokenizer.json" in line for line in lines)
+    assert not any(line.startswith(("perplexity", "compressed ids")) for line in lines)
+    if has_broken_layer:
+        assert "layers: WRONG, not every number is finite" in lines
+        assert lines[-1] == "SOMETHING IS WRONG"
+    else:
+        assert "NOT CHECKED are compressed ids and the perplexity" in lines[-1]
+
+
+def test_without_a_tokenizer_a_model_with_engram_runs_too(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    good, lines = examined(tmp_path / "model")
+    assert good
+    assert sum("stream rms" in line for line in lines) == 4
+
+
+def test_a_tokenizer_outside_the_folder_is_not_read(folder: Path) -> None:
+    outside = folder.parent / "tokenizer.json"
+    (folder / "tokenizer.json").rename(outside)
+    (folder / "tokenizer.json").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        examined(folder)
+
+
 def test_the_shipped_text_is_long_enough() -> None:
     assert len(shipped_text()) == 16 * NUM_TEXT_TOKENS
 

@@ -100,6 +100,15 @@ def test_a_changed_selection_is_found(case: Path) -> None:
     assert not verify(case)[0]
 
 
+def test_the_order_of_a_selection_means_nothing(case: Path) -> None:
+    golden = load_file(case / "golden.safetensors")
+    selected = golden["official.selected.3"]
+    assert not torch.equal(selected, selected.flip(-1))
+    rewrite(case, **{"official.selected.3": selected.flip(-1).contiguous()})
+    good, lines = verify(case)
+    assert good, lines
+
+
 def test_changed_tokens_are_found(case: Path) -> None:
     tokens = load_file(case / "golden.safetensors")["token_ids"].clone()
     tokens[0] = (tokens[0] + 1) % 192

@@ -87,8 +87,8 @@ def _read_index(folder: Path) -> dict[str, str]:
             raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
         return {}
     try:
-        document = read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)
-    except (OSError, ValueError) as error:
+        document = read_json(file_within(folder, INDEX_FILE), MAX_INDEX_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:  # a link may lead to itself
         raise CheckpointError(f"{INDEX_FILE} is not a safetensors index: {error}") from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

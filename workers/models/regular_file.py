@@ -30,6 +30,7 @@ def file_within(folder: Path, name: str) -> Path:
 
     Raises:
         ValueError: `name` is a path, or a link that leads out of the folder.
+        RuntimeError: it is a link that leads to itself.
     """
     if name in ("", ".", "..") or Path(name).name != name or "\0" in name or "\\" in name:
         raise ValueError(f"{name!r} is not the name of a file in the folder")

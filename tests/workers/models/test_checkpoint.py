@@ -14,7 +14,6 @@ from edit_shard import (
     edit_index,
     flip_payload,
     remove_tensor,
-    rename_tensor,
     shard_of,
 )
 from safetensors.torch import load_file, save_file
@@ -22,13 +21,14 @@ from tiny_model import tiny_checkpoint
 
 from ripresa.kernels import dispatch as ops
 from ripresa.workers.demo.random_weights import random_tensor
-from ripresa.workers.errors import CheckpointError
+from ripresa.workers.errors import CheckpointError, RipresaError
 from ripresa.workers.models.checkpoint import Checkpoint, ProgressLines
 from ripresa.workers.models.checkpoint_index import INDEX_FILE
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_table import EngramTable
 from ripresa.workers.models.deepseek_v41.inventory import take_inventory
-from ripresa.workers.models.deepseek_v41.tensor_specs import Part, tensor_specs
+from ripresa.workers.models.deepseek_v41.tensor_specs import Half, Part, tensor_specs
+from ripresa.workers.models.deepseek_v41.weights import load_weights
 from ripresa.workers.models.tiny_checkpoint import WeightFormat
 
 LINEAR = "layers.1.attn.wkv.weight"
@@ -165,15 +165,44 @@ def copy_into_another_shard(folder: Path) -> None:
     save_file(tensors | {name: tensor}, second)
 
 
+def add_tensor(folder: Path, name: str) -> str:
+    """Four zeros under a new name; returns the file that has them."""
+    file = "model-00002-of-00003.safetensors"
+    save_file(load_file(folder / file) | {name: torch.zeros(4)}, folder / file)
+    edit_index(folder, lambda document: document["weight_map"].update({name: file}))
+    return file
+
+
+def one_file_without(folder: Path, name: str) -> None:
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (folder / INDEX_FILE).unlink()
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "missing": (lambda f: remove_tensor(f, NORM), r"layers\.2\.attn_norm\.weight: is missing"),
+    "missing": (
+        lambda f: remove_tensor(f, NORM),
+        r"attn_norm\.weight: is missing: it is not in model\.safetensors\.index\.json, ",
+    ),
     "two missing": (
         lambda f: (remove_tensor(f, NORM), remove_tensor(f, "norm.weight")),
         "is missing, one of 2 missing tensors",
     ),
+    "missing in one file": (
+        lambda f: one_file_without(f, NORM),
+        r"attn_norm\.weight: is missing: it is not in model\.safetensors;",
+    ),
+    "missing of a draft stage": (
+        lambda f: remove_tensor(f, "mtp.0.attn.wkv.weight"),
+        r"mtp\.0\.attn\.wkv\.weight: is missing: it is not in model\.safetensors\.index\.json",
+    ),
     "unexpected": (
-        lambda f: rename_tensor(f, "mtp.0.main_norm.weight", "mtp.0.main_nrom.weight"),
-        r"mtp\.0\.main_nrom\.weight: is unexpected: it is BF16 \[64\] in model-",
+        lambda f: add_tensor(f, "mtp.0.main_nrom.weight"),
+        r"mtp\.0\.main_nrom\.weight: is unexpected: it is F32 \[4\] in model-00002",
     ),
     "mis-shaped": (reshape(LINEAR, [64, 32]), r"wkv\.weight: is \[64, 32\] in model-"),
     "mis-shaped packed": (reshape(EXPERT, [32, 32]), r"w2\.weight: is \[32, 32\] in model-"),
@@ -290,6 +319,51 @@ def test_neither_does_a_link(folder: Path) -> None:
     outside.rename(inside)
     shard.symlink_to(inside.name)
     open_and_check(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX_FILE])
+def test_nor_does_a_link_in_place_of_config_or_index(folder: Path, file: str) -> None:
+    outside = folder.parent / "elsewhere.json"
+    (folder / file).rename(outside)
+    (folder / file).symlink_to(outside)
+    with pytest.raises(RipresaError, match="leads out of the folder"):
+        open_and_check(folder)
+    (folder / file).unlink()
+    (folder / file).symlink_to(file)
+    with pytest.raises(RipresaError):
+        open_and_check(folder)
+    (folder / file).unlink()
+    inside = folder / "renamed.json"
+    outside.rename(inside)
+    (folder / file).symlink_to(inside.name)
+    open_and_check(folder)
+
+
+def test_a_checkpoint_without_its_draft_stages_is_whole(folder: Path) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    for name in index["weight_map"]:
+        if name.startswith("mtp."):
+            remove_tensor(folder, name)
+    open_and_check(folder)
+
+
+@pytest.mark.parametrize("name", ["vision.blocks.0.attn.qkv.weight", "layers.1.ffn.gate.bias_vl"])
+def test_parts_for_images_are_refused_unless_the_config_says_text_alone(
+    folder: Path, name: str
+) -> None:
+    file = add_tensor(folder, name)
+
+    def load() -> None:
+        config = ModelConfig.from_file(folder / "config.json")
+        with Checkpoint(folder) as checkpoint:
+            load_weights(checkpoint, config, Half.ENCODER)
+
+    with pytest.raises(CheckpointError, match=rf"serves images, .* in {file}") as caught:
+        load()
+    assert caught.value.field == name
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"vision_config": None}))
+    load()
 
 
 def test_a_pipe_or_a_folder_in_a_shard_s_place_is_refused(folder: Path) -> None:

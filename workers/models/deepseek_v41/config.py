@@ -10,6 +10,7 @@ from typing import Any
 
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config_fields import Fields, require_implemented
+from ripresa.workers.models.regular_file import file_within
 from ripresa.workers.models.strict_json import read_json
 
 MAX_FILE_BYTES = 1 << 20
@@ -74,6 +75,9 @@ class DraftConfig:
 class ModelConfig:
     """Geometry of the text model; names follow the released `config.json`.
 
+    `text_only`: `vision_config` is there and null, so that parts for images may lie unread in the
+    checkpoint.
+
     Everything else (roles of layers, sources, the split E, byte counts) is derived from it.
     """
 
@@ -115,6 +119,7 @@ class ModelConfig:
     bos_token_id: int
     eos_token_id: int
     quantised: bool
+    text_only: bool = False
 
     @property
     def split(self) -> int:
@@ -162,13 +167,13 @@ class ModelConfig:
             ConfigError: the file is missing, no JSON, or describes no supported model.
         """
         try:
-            document = read_json(path, MAX_FILE_BYTES)
+            document = read_json(file_within(path.parent, path.name), MAX_FILE_BYTES)
         except FileNotFoundError as error:
             raise ConfigError(
                 "model.path", f"{path} does not exist; point it at a checkpoint folder"
             ) from error
-        except (OSError, ValueError) as error:
-            raise ConfigError("model.path", f"{path} is not readable JSON: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:  # a link may lead to itself
+            raise ConfigError("model.path", f"{path} cannot be read as JSON: {error}") from error
         return cls.from_dict(document)
 
     @classmethod
@@ -184,15 +189,16 @@ class ModelConfig:
             if document.get(name) is not None:
                 raise ConfigError(
                     name,
-                    "images are not supported; take this field out of config.json to serve the "
-                    "text model alone, then the checkpoint's vision tensors are left unread",
+                    'images are not supported; write "vision_config": null into config.json '
+                    "instead to serve the text model alone, without the tensors for images",
                 )
         text = document.get("text_config", document)
         if not isinstance(text, Mapping):
             raise ConfigError("text_config", "must be a JSON object")
         if text is not document and text.get("vision_config") is not None:
             raise ConfigError(
-                "text_config.vision_config", "images are not supported; take this field out"
+                "text_config.vision_config",
+                "images are not supported; write null instead to serve the text model alone",
             )
         config = _parse(document, text)
         _validate(config, text)
@@ -280,6 +286,7 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=fields.integer("bos_token_id", 0, top.integer("bos_token_id", 0, 0)),
         eos_token_id=fields.integer("eos_token_id", 0, top.integer("eos_token_id", 0, 1)),
         quantised=document.get("quantization_config") is not None,
+        text_only="vision_config" in document or "vision_config" in text,
     )
 
 

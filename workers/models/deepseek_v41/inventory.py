@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ripresa.workers.errors import CheckpointError
 from ripresa.workers.models.checkpoint import PLAIN, check_scale
+from ripresa.workers.models.checkpoint_index import INDEX_FILE, SINGLE_FILE
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.tensor_specs import (
     PARTS_OF_HALF,
@@ -79,10 +80,12 @@ def take_inventory(entries: Mapping[str, TensorEntry], config: ModelConfig) -> I
     stored: list[StoredTensor] = []
     used: set[str] = set()
     missing: list[str] = []
+    has_draft = any(is_draft(name) for name in entries)
     for spec in tensor_specs(config):
         entry = entries.get(spec.name)
         if entry is None:
-            if spec.part is not Part.DRAFT:
+            # Draft stages may have been left out, as a whole.
+            if spec.part is not Part.DRAFT or has_draft:
                 missing.append(spec.name)
             continue
         tensor = _place(spec, entry, entries)
@@ -99,7 +102,8 @@ def take_inventory(entries: Mapping[str, TensorEntry], config: ModelConfig) -> I
     if missing:
         others = f", one of {len(missing)} missing tensors" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"is missing{others}; copy the whole folder, or use the config.json that belongs to it",
+            f"is missing{others}: it is not in {_files(entries)}; copy the whole folder, or use "
+            "the config.json that belongs to it",
             tensor=missing[0],
         )
     vision: list[TensorEntry] = []
@@ -118,6 +122,30 @@ def take_inventory(entries: Mapping[str, TensorEntry], config: ModelConfig) -> I
                 tensor=name,
             )
     return Inventory(tuple(stored), tuple(vision), tuple(draft))
+
+
+def require_no_vision(inventory: Inventory, config: ModelConfig) -> None:
+    """Refuse a checkpoint with parts that serve images, unless its config is for text alone.
+
+    Raises:
+        CheckpointError: naming the first of them.
+    """
+    if inventory.vision and not config.text_only:
+        first = min(inventory.vision, key=lambda entry: entry.name)
+        raise CheckpointError(
+            f"serves images, as {len(inventory.vision)} tensors of this checkpoint do, in "
+            f'{first.file}: images are not supported; write "vision_config": null into '
+            "config.json to serve the text model alone, without them",
+            tensor=first.name,
+        )
+
+
+def _files(entries: Mapping[str, TensorEntry]) -> str:
+    """Where a tensor could have been."""
+    files = sorted({entry.file for entry in entries.values()})
+    if files == [SINGLE_FILE]:
+        return SINGLE_FILE
+    return f"{INDEX_FILE}, nor in any of its {len(files)} files"
 
 
 def _place(

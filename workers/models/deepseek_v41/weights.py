@@ -14,7 +14,7 @@ from ripresa.workers.config import EngramPlacement
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_table import EngramTable
-from ripresa.workers.models.deepseek_v41.inventory import take_inventory
+from ripresa.workers.models.deepseek_v41.inventory import require_no_vision, take_inventory
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half as Half
 from ripresa.workers.models.deepseek_v41.tensor_specs import Part, tensor_shapes
 
@@ -125,6 +125,7 @@ def load_weights(
         ConfigError: the machine cannot place the tables so.
     """
     inventory = take_inventory(checkpoint.entries, config)
+    require_no_vision(inventory, config)
     read = [*inventory.read_by(half)]
     if placement.is_resident:
         read += inventory.of({Part.TABLE})
