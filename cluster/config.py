@@ -18,6 +18,7 @@ from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import (
     DEFAULT_ANCHOR_INTERVAL,
+    DEFAULT_RESERVED_TOKENS,
     DiskConfig,
     EngineConfig,
     EngramPlacement,
@@ -107,12 +108,15 @@ class DecoderSettings:
         max_batched_tokens: rows of one step: decode rows, tails and prompt chunks together.
         max_num_seqs: requests that hold pages at once.
         num_blocks: KV blocks of each worker's pool.
+        reserved_output_tokens: tokens of each answer whose pages are set aside at admission; longer
+            ones take pages as they grow, and where none are left the youngest requests park.
     """
 
     replicas: int = setting(1, at_least=1)
     max_batched_tokens: int = setting(512, at_least=1)
     max_num_seqs: int = setting(64, at_least=1)
     num_blocks: int = setting(1024, at_least=1)
+    reserved_output_tokens: int = setting(DEFAULT_RESERVED_TOKENS, at_least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +299,7 @@ class ClusterConfig:
             num_blocks=workers.num_blocks,
             default_tail=self.default_tail,
             anchor_interval=self.anchor_interval,
+            reserved_output_tokens=self.decoders.reserved_output_tokens,
             numerics=self.numerics,
             kv_format=self.kv_format,
             engram_placement=self.model.engram_placement,

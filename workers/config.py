@@ -13,6 +13,9 @@ from ripresa.workers.replay import TailVariant
 DEFAULT_ANCHOR_INTERVAL = 4096
 """A: tokens between two restarts of mode canonical."""
 
+DEFAULT_RESERVED_TOKENS = 256
+"""Tokens of an answer whose pages are set aside at admission."""
+
 
 class Numerics(StrEnum):
     """DETERMINISTIC: rows equal bitwise whatever their batch mates. FAST: equal to rounding."""
@@ -166,6 +169,8 @@ class EngineConfig:
         num_blocks: KV blocks in the worker's pool.
         default_tail: the tail variant of requests that name none.
         anchor_interval: A of mode canonical in tokens, a multiple of W.
+        reserved_output_tokens: tokens of each answer whose pages are set aside at admission. Longer
+            answers take pages as they grow; where none are left, the youngest requests park.
         numerics: whether results may depend on batch mates in rounding.
         kv_format: how cached rows are stored.
         engram_placement: where n-gram tables lie; a model without any takes no notice.
@@ -182,6 +187,7 @@ class EngineConfig:
     num_blocks: int = 1024
     default_tail: TailVariant = TailVariant.FLOORED
     anchor_interval: int = DEFAULT_ANCHOR_INTERVAL
+    reserved_output_tokens: int = DEFAULT_RESERVED_TOKENS
     numerics: Numerics = Numerics.DETERMINISTIC
     kv_format: KVFormat = KVFormat.PACKED
     engram_placement: EngramPlacement = EngramPlacement.HOST_SHARED
@@ -192,7 +198,12 @@ class EngineConfig:
     disk: DiskConfig = field(default_factory=DiskConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):
+        for name in (
+            "max_batched_tokens",
+            "max_num_seqs",
+            "num_blocks",
+            "reserved_output_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}", f"{getattr(self, name)} is below 1")
         if self.default_tail is TailVariant.EXACT:

@@ -49,7 +49,7 @@ from ripresa.workers.scheduling.admission import check_recipe
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.scheduling.step_rates import StepRates
-from ripresa.workers.sequence import Sequence
+from ripresa.workers.sequence import Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class EngineCore:
             max_batched_tokens=config.max_batched_tokens,
             max_model_len=runner.max_model_len,
             eos_token_id=runner.eos_token_id,
+            reserved_output_tokens=config.reserved_output_tokens,
         )
         self.exchange = PrefixExchange(
             self._prefixes,
@@ -154,7 +155,7 @@ class EngineCore:
         self._break("the worker is stopping; retry on another one")
         if self._task is not None:
             await self._task
-        for job in tuple(self._by_slot.values()):
+        for job in tuple(self._by_id.values()):
             await job.released.wait()
         await self.exchange.close(Unavailable("the worker is stopping; retry on another one"))
         if self._keeping:
@@ -297,7 +298,11 @@ class EngineCore:
     def retire(self, job: Job) -> None:
         """The request is over: no further row; pages are freed after their last use. Idempotent."""
         self._finish_claim(job)
+        was_parked = job.sequence.status is SequenceStatus.PARKED
         self._scheduler.remove(job.sequence)
+        job.prefix.forget_preempted()
+        if was_parked:
+            self._forget(job)
         job.notify()
 
     def fail(self, job: Job, error: RipresaError) -> None:
@@ -399,6 +404,8 @@ class EngineCore:
             num_decoder_rows=self._num_decoder_rows,
             num_queued_rows=self._scheduler.num_queued_rows,
             num_decoding=self._scheduler.num_decoding,
+            num_parked=self._scheduler.num_parked,
+            num_preemptions=self._scheduler.num_preemptions,
             pulls=self.exchange.counters,
             rates=self._rates.rates,
             disk=None if self._disk is None else self._disk.stats(),
@@ -409,25 +416,33 @@ class EngineCore:
         self._scheduler.check_integrity()
         self._prefixes.windows.check_integrity()
         self.exchange.check_integrity()
+        num_current = 0
         for slot, job in self._by_slot.items():
-            if job.sequence.pages.slot != slot or job.released.is_set():
+            if not self._is_current(slot, job):
+                # Pages that the request gave up, while something still reads them.
+                continue
+            num_current += 1
+            if job.released.is_set():
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot} belongs to no live request")
             if self._by_id.get(job.request.request_id) is not job:
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot}'s request is not registered")
             if job.is_over and job.sequence.pages.num_holds == 0:
                 raise RipresaError(ErrorCode.INTERNAL, f"slot {slot}'s pages were not freed")
         taken = self._pages.num_slots - self._pages.num_free_slots
-        if not len(self._by_slot) == len(self._by_id) == taken:
+        num_jobs = num_current + self._scheduler.num_parked
+        if len(self._by_slot) != taken or len(self._by_id) != num_jobs:
             raise RipresaError(
                 ErrorCode.INTERNAL,
-                f"{taken} slots are taken by {len(self._by_slot)} requests with "
-                f"{len(self._by_id)} ids",
+                f"{taken} slots are taken, {len(self._by_slot)} are known; {num_jobs} requests "
+                f"run with {len(self._by_id)} ids",
             )
 
     async def _run(self) -> None:
         try:
             while self._refusal is None:
                 self._fail_overdue()
+                self._make_room()
+                self._resume_parked()
                 plan = self._scheduler.schedule()
                 if plan is None:
                     await self._sleep()
@@ -436,6 +451,39 @@ class EngineCore:
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
+
+    def _make_room(self) -> None:
+        """Let the youngest requests park until all others have the pages of their next row."""
+        while (sequence := self._scheduler.make_room()) is not None:
+            job, pages = self._by_id[sequence.request.request_id], sequence.pages
+            payload = self._runner.export_image(pages.slot, pages.blocks, sequence.committed)
+            own = pages.blocks[pages.num_adopted : sequence.committed // self._runner.window]
+            blocks = self._runner.export_blocks(own).cpu()
+            job.prefix.preempt(sequence, payload, blocks)
+            self._scheduler.park(sequence)
+
+    def _resume_parked(self) -> None:
+        """Let parked requests go on, in order of arrival, as far as there are pages."""
+        while (sequence := self._scheduler.next_parked) is not None:
+            job = self._by_id[sequence.request.request_id]
+            plan = job.prefix.resumption(sequence)
+            state = plan.parked
+            try:
+                self._scheduler.resume(sequence, plan.chain, None if state is not None else plan)
+            except ResourceExhausted:
+                return
+            pages = sequence.pages
+            self._by_slot[pages.slot] = job
+            if state is not None:
+                num_tokens = len(state.token_ids)
+                self._runner.import_image(pages.slot, pages.blocks, num_tokens, state.payload)
+                own = pages.blocks[state.first_block : num_tokens // self._runner.window]
+                if state.blocks is not None and own:
+                    self._runner.import_blocks(own, state.blocks)
+            elif plan.window is not None:
+                window = self._prefixes.windows.take(plan.window)
+                self._runner.import_window(pages.slot, plan.passes[0].start, window)
+            job.prefix.forget_preempted()
 
     def _with_windows(self, plan: StepPlan) -> StepPlan:
         """The plan with the windows that its rows should leave behind."""
@@ -450,7 +498,7 @@ class EngineCore:
     async def _sleep(self) -> None:
         """Until something can be computed or the next request is due."""
         self._wake.clear()
-        due = [job.due for job in self._by_slot.values() if job.due is not None and not job.is_over]
+        due = [job.due for job in self._by_id.values() if job.due is not None and not job.is_over]
         timeout_s = max(0.0, min(due) - self._clock()) if due else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -553,7 +601,7 @@ class EngineCore:
 
     def _fail_overdue(self) -> None:
         now = self._clock()
-        for job in tuple(self._by_slot.values()):
+        for job in tuple(self._by_id.values()):
             if job.due is None or now < job.due:
                 continue
             if job.request.deadline is not None and now >= job.request.deadline:
@@ -567,7 +615,7 @@ class EngineCore:
     def _break(self, reason: str) -> None:
         """Run no further step; refuse and fail everything as UNAVAILABLE."""
         self._refusal = reason
-        for job in tuple(self._by_slot.values()):
+        for job in tuple(self._by_id.values()):
             self.fail(job, Unavailable(reason))
         self.exchange.supply.abort_all(Unavailable(reason))
         self._wake.set()
@@ -586,9 +634,21 @@ class EngineCore:
     def _on_release(self, slot: int) -> None:
         """The slot's pages go back to the pools."""
         job = self._by_slot.pop(slot)
+        if job.is_over and job.sequence.pages.slot == slot and not job.released.is_set():
+            self._forget(job)
+        self._runner.release_slot(slot)
+        # Parked requests may go on.
+        self._wake.set()
+
+    def _forget(self, job: Job) -> None:
         del self._by_id[job.request.request_id]
         job.released.set()
-        self._runner.release_slot(slot)
+
+    @staticmethod
+    def _is_current(slot: int, job: Job) -> bool:
+        """Whether a slot is the one that the request uses now, not one that it gave up."""
+        is_parked = job.sequence.status is SequenceStatus.PARKED
+        return job.sequence.pages.slot == slot and not is_parked and not job.released.is_set()
 
 
 def _check_leader(request: GenerationRequest, outcome: PrefixOutcome) -> None:

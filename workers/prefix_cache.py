@@ -8,6 +8,7 @@ The first writer of an identity stays. The partial block at the end is never pub
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, worker_context
 from ripresa.workers.cache.block_record import BlockRecord, Producer, PublishedBlock, PublishOutcome
 from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, tenant_digest
-from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
+from ripresa.workers.cache.parked_states import ParkedState, ParkedStates, Preempted
 from ripresa.workers.cache.window_pool import WindowPool
 from ripresa.workers.config import (
     DEFAULT_ANCHOR_INTERVAL,
@@ -163,6 +164,46 @@ class RequestPrefix:
             expires=cache.clock() + cache.time_to_live_s,
         )
         cache.parked.put(request.tenant_salt, request.session_id, state)
+
+    def preempt(self, sequence: Sequence, payload: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Keep the state, and the own whole blocks, of a request that has to give up its pages."""
+        state = ParkedState(
+            token_ids=tuple(sequence.token_ids[: sequence.committed]),
+            recipe=sequence.recipe,
+            payload=payload,
+            expires=math.inf,
+            first_block=sequence.pages.num_adopted,
+            blocks=blocks,
+        )
+        self._cache.parked.put(self._request.tenant_salt, self._preempted, state)
+
+    def resumption(self, sequence: Sequence) -> PromptPlan:
+        """How a preempted request goes on: from its kept state, or by its recipe once more."""
+        request, cache, recipe = self._request, self._cache, sequence.recipe
+        tokens = tuple(sequence.token_ids)
+        state = cache.parked.find(request.tenant_salt, self._preempted, tokens, cache.clock())
+        self._num_published = 0
+        if state is not None:
+            chain = self.chain(recipe)[: state.first_block]
+            if len(chain) == state.first_block:
+                return PromptPlan(recipe, chain, (), parked=state)
+        nothing: frozenset[BlockIdentity] = frozenset()
+        return re_execution(
+            recipe,
+            sequence.num_tokens,
+            self._window,
+            self._hashes,
+            cache.blocks if request.cache.reads else nothing,
+            cache.windows if request.cache.reads else nothing,
+        )
+
+    def forget_preempted(self) -> None:
+        """The request goes on, or is over. Idempotent."""
+        self._cache.parked.drop(self._request.tenant_salt, self._preempted)
+
+    @property
+    def _preempted(self) -> Preempted:
+        return Preempted(self._request.request_id)
 
     @property
     def parks(self) -> bool:

@@ -282,6 +282,8 @@ class EngineStats:
         num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
         num_queued_rows: rows of prompts that are admitted and not computed yet, of both halves.
         num_decoding: streams that take a row of each step.
+        num_parked: streams that gave up their pages and wait for others.
+        num_preemptions: times that a stream had to.
         rates: how fast it computes.
         disk: what it did with the disk tier; None without one.
         pulls: what went to and came from peers' caches.
@@ -297,6 +299,8 @@ class EngineStats:
     num_decoder_rows: int
     num_queued_rows: int = 0
     num_decoding: int = 0
+    num_parked: int = 0
+    num_preemptions: int = 0
     rates: Rates = field(default_factory=Rates)
     disk: StoreStats | None = None
     pulls: PullCounters = field(default_factory=PullCounters)

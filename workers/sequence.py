@@ -16,11 +16,15 @@ from ripresa.workers.token_history import TokenHistory
 
 
 class SequenceStatus(StrEnum):
-    """WAITING: holds pages, its first row depends on a transfer. DONE: no row is left here."""
+    """WAITING: holds pages, its first row depends on a transfer. DONE: no row is left here.
+
+    PARKED: had to give up its pages in decode, and goes on when there are some again.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    PARKED = "parked"
     DONE = "done"
     REMOVED = "removed"
 
@@ -30,7 +34,12 @@ TRANSITIONS: Mapping[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.PREFILL: frozenset(
         {SequenceStatus.DECODE, SequenceStatus.DONE, SequenceStatus.REMOVED}
     ),
-    SequenceStatus.DECODE: frozenset({SequenceStatus.DONE, SequenceStatus.REMOVED}),
+    SequenceStatus.DECODE: frozenset(
+        {SequenceStatus.DONE, SequenceStatus.PARKED, SequenceStatus.REMOVED}
+    ),
+    SequenceStatus.PARKED: frozenset(
+        {SequenceStatus.DECODE, SequenceStatus.PREFILL, SequenceStatus.REMOVED}
+    ),
     SequenceStatus.DONE: frozenset({SequenceStatus.REMOVED}),
     SequenceStatus.REMOVED: frozenset(),
 }
@@ -43,9 +52,11 @@ class Sequence:
         plan: how its encoder rows are computed here; None if they come by transfer.
         window: W in tokens.
         eos_token_id: the model's end of sentence; None for none.
+        arrival: ascends with every sequence of a scheduler.
 
     Attributes:
         request: what was asked.
+        arrival: who came before whom.
         pages: blocks and slot.
         is_inbound: the encoder's rows come by transfer; only decoder rows are computed here.
         sampling: the request's, with the recipe's seed.
@@ -57,11 +68,14 @@ class Sequence:
     """
 
     __slots__ = (
+        "_is_restarted",
         "_pass_number",
         "_passes",
+        "_prefill_stop",
         "_recipe",
         "_status",
         "_window",
+        "arrival",
         "committed",
         "counters",
         "history",
@@ -80,8 +94,10 @@ class Sequence:
         plan: PromptPlan | None,
         window: int,
         eos_token_id: int | None = None,
+        arrival: int = 0,
     ) -> None:
         self.request = request
+        self.arrival = arrival
         self.pages = pages
         self.is_inbound = plan is None
         self.sampling = request.sampling
@@ -96,12 +112,12 @@ class Sequence:
         self._passes: tuple[EncoderPass, ...] = ()
         self._pass_number = 0
         self._window = window
+        self._prefill_stop = request.num_tokens
+        self._is_restarted = False
         self._status = SequenceStatus.WAITING
         if plan is not None:
             self.fix(plan.recipe)
-            self._passes = plan.passes
-            self.position = plan.passes[0].start
-            self.committed = plan.passes[0].write_floor
+            self._follow(plan)
 
     @property
     def recipe(self) -> Recipe:
@@ -128,6 +144,23 @@ class Sequence:
         self._recipe = recipe
         self.sampling = replace(self.request.sampling, seed=recipe.seed)
         self.position = recipe.decoder_start
+
+    def restart(self, plan: PromptPlan) -> None:
+        """Compute all tokens known by now once more, by the same recipe: the state is lost."""
+        self.is_inbound = False
+        self._is_restarted = True
+        self._prefill_stop = self.num_tokens
+        self._follow(plan)
+
+    @property
+    def is_restarted(self) -> bool:
+        """Its prompt was computed before, and its owner knows."""
+        return self._is_restarted
+
+    def _follow(self, plan: PromptPlan) -> None:
+        self._passes, self._pass_number = plan.passes, 0
+        self.position = plan.passes[0].start
+        self.committed = plan.passes[0].write_floor
 
     @property
     def encoder_pass(self) -> EncoderPass:
@@ -183,8 +216,8 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """End of the prefill: the tokens the request came with."""
-        return self.request.num_tokens
+        """End of the prefill: the tokens the request came with, or those known at a restart."""
+        return self._prefill_stop
 
     def move(self, status: SequenceStatus) -> None:
         """Change the status; raises RipresaError (INTERNAL) for a move `TRANSITIONS` lacks."""

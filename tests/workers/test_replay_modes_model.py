@@ -5,6 +5,7 @@ Numerics are deterministic, so equal means bit for bit.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,11 +16,11 @@ import torch
 from observed_model import CASE, CONFIG, WINDOW, Observed, ask, run, run_split, split_engines
 from safetensors.torch import load_file
 
-from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.models.tiny_checkpoint import WeightFormat, write_tiny_checkpoint
 from ripresa.workers.replay import ReplayMode, TailVariant
-from ripresa.workers.request import CacheUse
+from ripresa.workers.request import CacheUse, GenerationRequest, Tokens
 
 INTERVAL = 3 * WINDOW
 LENGTH, NUM_NEW = 90, 8
@@ -166,3 +167,40 @@ async def test_an_exact_hit_equals_a_cold_run_at_every_boundary_of_a_long_prompt
             expected = answer(logits, 3000)
         assert torch.equal(answer(logits, 3000), expected)
     await engine.stop()
+
+
+@pytest.mark.parametrize("parked_bytes", [0, 1 << 24])
+async def test_a_stream_that_was_parked_equals_an_undisturbed_one(
+    tokens: tuple[int, ...], parked_bytes: int
+) -> None:
+    """From its kept state, or by its recipe once more."""
+    requests = [
+        replace(ask(tokens[n : n + 30], max_tokens=40), request_id=f"r{n}") for n in range(3)
+    ]
+    model = Observed(num_blocks=16)
+    config = replace(
+        CONFIG,
+        num_blocks=16,
+        reserved_output_tokens=1,
+        parked=ParkConfig(capacity_bytes=parked_bytes),
+    )
+    said: list[list[tuple[int, ...]]] = []
+    for is_crowded in (False, True):
+        engine = DecodeEngine("d0", model.runner, config)
+        await engine.start()
+
+        async def stream(
+            request: GenerationRequest, engine: DecodeEngine = engine
+        ) -> tuple[int, ...]:
+            events = [event async for event in engine.generate(request, local=True)]
+            return tuple(t for e in events if isinstance(e, Tokens) for t in e.token_ids)
+
+        if is_crowded:
+            said.append(list(await asyncio.gather(*(stream(request) for request in requests))))
+            assert engine.stats().num_preemptions > 0
+        else:
+            said.append([await stream(request) for request in requests])
+        engine.check_integrity()
+        await engine.stop()
+    assert said[0] == said[1]
+    assert all(len(answer) == 40 for answer in said[0])

@@ -205,6 +205,13 @@ class PagePool:
         self._loans.discard(loan)
         self._blocks.release(loan.blocks)
 
+    def extend(self, table: BlockTable) -> None:
+        """Give a live sequence one block more.
+
+        Raises ResourceExhausted: none is free.
+        """
+        table.blocks = (*table.blocks, *self._blocks.allocate(1))
+
     def exchange(self, table: BlockTable, chain: Sequence[BlockIdentity]) -> None:
         """Make the cached blocks of `chain` the leading ones, and all others the sequence's own.
 

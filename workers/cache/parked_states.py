@@ -3,6 +3,9 @@
 After a turn the whole state of its request stays in host memory, by session: rings of all layers,
 the open pair, the partial block. Whole blocks are not part of it: they stay in the block cache, and
 without them the image is worthless. An image is for exactly its tokens.
+
+A running request that has to give up its pages parks the same image, with the blocks that were its
+own: others need their pages now.
 """
 
 from __future__ import annotations
@@ -34,12 +37,20 @@ class ParkedState(Generic[P]):
         recipe: what the request followed.
         payload: as the runner's `import_image` takes it.
         expires: engine clock in seconds from which on it is worthless.
+        first_block, blocks: whole blocks from this number on, as the runner's `import_blocks` takes
+            them. None for a session's state: they stay in the block cache.
     """
 
     token_ids: tuple[int, ...]
     recipe: Recipe
     payload: P
     expires: float
+    first_block: int = 0
+    blocks: P | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload.nbytes + (0 if self.blocks is None else self.blocks.nbytes)
 
     @property
     def image(self) -> ParkedImage:
@@ -55,8 +66,17 @@ class ParkedState(Generic[P]):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running request that gave up its pages; its state is kept until it goes on or ends."""
+
+    request_id: str
+
+
 class ParkedStates(Generic[P]):
-    """The newest state of each session; the least recently parked ones make room.
+    """The newest state of each session, and of each preempted request.
+
+    The least recently parked ones make room, sessions before requests that run.
 
     Args:
         capacity_bytes: most bytes of payloads.
@@ -64,7 +84,7 @@ class ParkedStates(Generic[P]):
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._held: OrderedDict[tuple[bytes, str], ParkedState[P]] = OrderedDict()
+        self._held: OrderedDict[tuple[bytes, str | Preempted], ParkedState[P]] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -74,18 +94,23 @@ class ParkedStates(Generic[P]):
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def put(self, tenant_salt: bytes, session_id: str, state: ParkedState[P]) -> None:
+    def put(self, tenant_salt: bytes, session_id: str | Preempted, state: ParkedState[P]) -> None:
         """Keep a session's state in place of an older one, if it fits at all."""
         self.drop(tenant_salt, session_id)
-        if state.payload.nbytes > self._capacity_bytes:
+        if state.num_bytes > self._capacity_bytes:
             return
-        while self._num_bytes + state.payload.nbytes > self._capacity_bytes:
-            self.drop(*next(iter(self._held)))
+        while self._num_bytes + state.num_bytes > self._capacity_bytes:
+            sessions = (owner for owner in self._held if isinstance(owner[1], str))
+            self.drop(*next(sessions, next(iter(self._held))))
         self._held[tenant_salt, session_id] = state
-        self._num_bytes += state.payload.nbytes
+        self._num_bytes += state.num_bytes
 
     def find(
-        self, tenant_salt: bytes, session_id: str, token_ids: tuple[int, ...], now: float
+        self,
+        tenant_salt: bytes,
+        session_id: str | Preempted,
+        token_ids: tuple[int, ...],
+        now: float,
     ) -> ParkedState[P] | None:
         """The session's state if it is for a true prefix of these tokens and not overdue."""
         state = self._held.get((tenant_salt, session_id))
@@ -104,8 +129,8 @@ class ParkedStates(Generic[P]):
         self._held.clear()
         self._num_bytes = 0
 
-    def drop(self, tenant_salt: bytes, session_id: str) -> None:
+    def drop(self, tenant_salt: bytes, session_id: str | Preempted) -> None:
         """Forget a session's state. Idempotent."""
         state = self._held.pop((tenant_salt, session_id), None)
         if state is not None:
-            self._num_bytes -= state.payload.nbytes
+            self._num_bytes -= state.num_bytes

@@ -145,3 +145,11 @@ def positions_to_reserve(request: GenerationRequest, max_model_len: int, *, gene
     if not generates:
         return request.num_tokens
     return min(request.max_total_tokens, max_model_len)
+
+
+def positions_to_begin_with(
+    request: GenerationRequest, max_model_len: int, reserved_tokens: int, *, generates: bool
+) -> int:
+    """Positions whose pages are set aside at admission; a longer answer takes more as it grows."""
+    most = positions_to_reserve(request, max_model_len, generates=generates)
+    return min(most, request.num_tokens + reserved_tokens)

@@ -1,6 +1,9 @@
 """Who computes which rows in the next step?
 
     add ─▶ WAITING ─ begin ─▶ PREFILL ─ last chunk ─▶ DECODE ─ last token ─▶ DONE ─ remove ─▶
+                              ▲   │                   │  ▲                     ▲
+                   state lost │   │              park ▼  │ resume              │
+                              └───│────────────── PARKED ┘                     │
                                   └──── encoder role ──────────────────────────┘
 
 `schedule` gives every decoding sequence one row and the rest of the token budget to prefills in
@@ -16,7 +19,13 @@ from enum import StrEnum
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_table import PagePool
-from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
+from ripresa.workers.config import DEFAULT_RESERVED_TOKENS
+from ripresa.workers.errors import (
+    ErrorCode,
+    InvalidArgument,
+    ResourceExhausted,
+    RipresaError,
+)
 from ripresa.workers.prompt_plan import PromptPlan
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import (
@@ -25,7 +34,11 @@ from ripresa.workers.request import (
     TokenLogprobs,
     WorkCounters,
 )
-from ripresa.workers.scheduling.admission import check_request, positions_to_reserve
+from ripresa.workers.scheduling.admission import (
+    check_request,
+    positions_to_begin_with,
+    positions_to_reserve,
+)
 from ripresa.workers.scheduling.batch import decode_row, encoder_chunk, local_chunk, tail_chunk
 from ripresa.workers.scheduling.budget import check_budget, chunk_stop, prefill_rows
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -48,12 +61,14 @@ class SchedulerLimits:
         max_batched_tokens: rows of a step, at least 2W (see `budget.prefill_rows`).
         max_model_len: positions of the longest sequence.
         eos_token_id: the model's end of sentence; None for none.
+        reserved_output_tokens: tokens of an answer whose pages are set aside at admission.
     """
 
     geometry: ReplayGeometry
     max_batched_tokens: int
     max_model_len: int
     eos_token_id: int | None
+    reserved_output_tokens: int = DEFAULT_RESERVED_TOKENS
 
     @property
     def window(self) -> int:
@@ -68,7 +83,7 @@ class Progress:
     Attributes:
         sequence: whose rows they were.
         step: the rows.
-        is_prefill_done: this step computed the last row of the prefill.
+        is_prefill_done: this step computed the last row of the prefill, for the first time.
         token: the token to stream; None if none was chosen or it ended the stream.
         token_position: the position of `token`.
         finish: why the sequence is over; None if it goes on.
@@ -99,6 +114,10 @@ class Scheduler:
         self._prefill: dict[int, Sequence] = {}
         self._decode: dict[int, Sequence] = {}
         self._done: dict[int, Sequence] = {}
+        # By arrival.
+        self._parked: dict[int, Sequence] = {}
+        self._num_arrivals = 0
+        self._num_preemptions = 0
         self._in_flight: tuple[tuple[Sequence, SequenceStep], ...] | None = None
         self._num_steps = 0
         self._counters = WorkCounters()
@@ -117,6 +136,16 @@ class Scheduler:
     def num_decoding(self) -> int:
         """Sequences that take one row of each step."""
         return len(self._decode)
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that wait for pages to go on with."""
+        return len(self._parked)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence had to give up its pages."""
+        return self._num_preemptions
 
     @property
     def num_queued_rows(self) -> int:
@@ -144,7 +173,7 @@ class Scheduler:
         """Raise InvalidArgument for a request that this worker could never run."""
         limits = self._limits
         check_request(request, limits.geometry, limits.max_model_len)
-        needed = self.num_needed_blocks(request)
+        needed = self._pages.blocks_for(self._positions(request))
         if needed > self._pages.num_blocks:
             raise InvalidArgument(
                 "sampling.max_tokens",
@@ -154,7 +183,7 @@ class Scheduler:
 
     def num_needed_blocks(self, request: GenerationRequest) -> int:
         """KV blocks that the request reserves, adopted ones included."""
-        return self._pages.blocks_for(self._positions(request))
+        return self._pages.blocks_for(self._positions_at_first(request))
 
     def add(
         self,
@@ -162,7 +191,7 @@ class Scheduler:
         plan: PromptPlan | None,
         chain: tuple[BlockIdentity, ...] = (),
     ) -> Sequence:
-        """Reserve every page the request can need; it waits until `begin`.
+        """Reserve the pages of the prompt and of the answer's beginning; it waits until `begin`.
 
         Args:
             plan: how its encoder rows are computed; None if they come by transfer (decode role
@@ -171,15 +200,28 @@ class Scheduler:
 
         Raises:
             InvalidArgument: see `check`.
-            ResourceExhausted: the pages are not free.
+            ResourceExhausted: the pages are not free, or parked sequences wait for theirs.
             RipresaError: NOT_FOUND; a block of the chain is gone since it was planned.
         """
         if plan is None and self._role is not WorkerRole.DECODE:
             raise ValueError("an encoder worker receives no encoder output")
         self.check(request)
         chain = chain if plan is None else plan.chain
-        pages = self._pages.reserve(self._positions(request), chain)
-        sequence = Sequence(request, pages, plan, self._limits.window, self._limits.eos_token_id)
+        if self._parked:
+            raise ResourceExhausted(
+                f"{len(self._parked)} parked requests wait for KV blocks and come first; retry "
+                "when running requests have finished"
+            )
+        pages = self._pages.reserve(self._positions_at_first(request), chain)
+        self._num_arrivals += 1
+        sequence = Sequence(
+            request,
+            pages,
+            plan,
+            self._limits.window,
+            self._limits.eos_token_id,
+            self._num_arrivals,
+        )
         self._waiting[pages.slot] = sequence
         return sequence
 
@@ -191,12 +233,73 @@ class Scheduler:
         del self._waiting[sequence.pages.slot]
         self._prefill[sequence.pages.slot] = sequence
 
+    def make_room(self) -> Sequence | None:
+        """Give every decoding sequence the page of its next row, the oldest one first.
+
+        Returns the youngest one if there are too few: `park` it and call this again. The oldest
+        keeps its pages, so that some sequence always goes on.
+        """
+        for sequence in sorted(self._decode.values(), key=_by_arrival):
+            if sequence.num_tokens <= len(sequence.pages.blocks) * self._limits.window:
+                continue
+            try:
+                self._pages.extend(sequence.pages)
+            except ResourceExhausted:
+                return max(self._decode.values(), key=_by_arrival)
+        return None
+
+    def park(self, sequence: Sequence) -> None:
+        """A decoding sequence gives up its pages; whoever calls keeps its state, if anybody."""
+        if self._in_flight is not None:
+            raise RipresaError(ErrorCode.INTERNAL, "a sequence is parked during a step")
+        del self._decode[sequence.pages.slot]
+        sequence.move(SequenceStatus.PARKED)
+        self._parked[sequence.arrival] = sequence
+        self._num_preemptions += 1
+        sequence.pages.retire()
+
+    @property
+    def next_parked(self) -> Sequence | None:
+        """The parked sequence that goes on first: the oldest one."""
+        return self._parked[min(self._parked)] if self._parked else None
+
+    def resume(
+        self, sequence: Sequence, chain: tuple[BlockIdentity, ...], plan: PromptPlan | None
+    ) -> None:
+        """A parked sequence goes on.
+
+        Args:
+            chain: cached blocks that become its leading ones.
+            plan: how everything is computed once more; None if its state was kept, and the caller
+                puts it into the new pages.
+
+        Raises:
+            ResourceExhausted: the pages are not free; it stays parked.
+            RipresaError: NOT_FOUND; a block of the chain is gone since it was planned.
+        """
+        # One page more than now, lest it be parked again at once.
+        most = self._positions(sequence.request)
+        positions = min(most, sequence.num_tokens + self._limits.window)
+        pages = self._pages.reserve(positions, chain)
+        del self._parked[sequence.arrival]
+        sequence.pages = pages
+        if plan is None:
+            sequence.move(SequenceStatus.DECODE)
+        else:
+            sequence.restart(plan)
+            sequence.move(SequenceStatus.PREFILL)
+        self._queue(sequence.status)[pages.slot] = sequence
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, at any moment; idempotent.
 
         Its pages are free when this returns, or when its step in flight is completed.
         """
         if sequence.status is SequenceStatus.REMOVED:
+            return
+        if sequence.status is SequenceStatus.PARKED:
+            del self._parked[sequence.arrival]
+            sequence.move(SequenceStatus.REMOVED)
             return
         del self._queue(sequence.status)[sequence.pages.slot]
         sequence.move(SequenceStatus.REMOVED)
@@ -273,7 +376,10 @@ class Scheduler:
         """Raise RipresaError (INTERNAL) unless queues, statuses and pages agree."""
         self._pages.check_integrity()
         live = 0
-        for status in (s for s in SequenceStatus if s is not SequenceStatus.REMOVED):
+        for sequence in self._parked.values():
+            if sequence.status is not SequenceStatus.PARKED or not sequence.pages.is_retired:
+                raise RipresaError(ErrorCode.INTERNAL, "a parked sequence holds pages")
+        for status in _WITH_PAGES:
             for slot, sequence in self._queue(status).items():
                 live += 1
                 if sequence.status is not status or sequence.pages.slot != slot:
@@ -297,6 +403,12 @@ class Scheduler:
     def _positions(self, request: GenerationRequest) -> int:
         generates = self._role is WorkerRole.DECODE
         return positions_to_reserve(request, self._limits.max_model_len, generates=generates)
+
+    def _positions_at_first(self, request: GenerationRequest) -> int:
+        limits, generates = self._limits, self._role is WorkerRole.DECODE
+        return positions_to_begin_with(
+            request, limits.max_model_len, limits.reserved_output_tokens, generates=generates
+        )
 
     def _queue(self, status: SequenceStatus) -> dict[int, Sequence]:
         return {
@@ -349,10 +461,11 @@ class Scheduler:
         stop = step.decoder_stop if step.inbound else step.encoder_stop
         is_prefill_done = in_prefill and sequence.is_last_pass and stop == sequence.prefill_stop
         sequence.advance(stop)
+        is_news = is_prefill_done and not sequence.is_restarted
         if token is None:
             if is_prefill_done:
                 self._requeue(sequence, SequenceStatus.DONE)
-            return Progress(sequence, step, is_prefill_done)
+            return Progress(sequence, step, is_news)
         position = sequence.num_tokens
         sequence.append(token)
         finish = self._finish(sequence, token)
@@ -361,8 +474,8 @@ class Scheduler:
         elif in_prefill:
             self._requeue(sequence, SequenceStatus.DECODE)
         if finish is FinishReason.STOP:
-            return Progress(sequence, step, is_prefill_done, finish=finish, stop_token_id=token)
-        return Progress(sequence, step, is_prefill_done, token, position, finish)
+            return Progress(sequence, step, is_news, finish=finish, stop_token_id=token)
+        return Progress(sequence, step, is_news, token, position, finish)
 
     def _requeue(self, sequence: Sequence, status: SequenceStatus) -> None:
         del self._queue(sequence.status)[sequence.pages.slot]
@@ -379,6 +492,18 @@ class Scheduler:
         if sequence.num_tokens >= self._limits.max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+_WITH_PAGES = (
+    SequenceStatus.WAITING,
+    SequenceStatus.PREFILL,
+    SequenceStatus.DECODE,
+    SequenceStatus.DONE,
+)
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _sum(left: WorkCounters, right: WorkCounters) -> WorkCounters:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripresa.workers.cache.parked_states import ParkedState, ParkedStates
+from ripresa.workers.cache.parked_states import ParkedState, ParkedStates, Preempted
 from ripresa.workers.replay import TailVariant, cold_recipe
 
 RECIPE = cold_recipe(5, 8, TailVariant.FLOORED, 0)
@@ -41,3 +43,18 @@ def test_a_state_is_for_its_tokens_tenant_and_time() -> None:
     assert states.find(b"a", "s", (1, 9, 3, 4), 0.0) is None
     assert states.find(b"a", "s", (1, 2, 3, 4), 100.0) is None
     assert len(states) == 0
+
+
+def test_sessions_make_room_before_requests_that_run() -> None:
+    states: ParkedStates[torch.Tensor] = ParkedStates(30)
+    running = Preempted("r")
+    states.put(b"", running, state())
+    states.put(b"", "old", state())
+    states.put(b"", "new", replace(state(), blocks=torch.zeros(5, dtype=torch.uint8)))
+    assert states.num_bytes == 25
+    assert states.find(b"", "old", (1, 2, 3, 4), 0.0) is None
+    assert states.find(b"", running, (1, 2, 3, 4), 0.0) is not None
+    assert states.find(b"", "r", (1, 2, 3, 4), 0.0) is None
+    states.put(b"", Preempted("q"), state(25))
+    assert states.find(b"", running, (1, 2, 3, 4), 0.0) is None
+    assert states.num_bytes == 25
