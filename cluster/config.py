@@ -42,11 +42,15 @@ MAX_TEMP_DIR_CHARS = 40
 
 
 class TransferBackend(StrEnum):
-    """What carries state between workers. AUTO: nccl where both ends are on GPUs, else gloo."""
+    """What carries state between workers. AUTO: nccl where both ends are on GPUs, else gloo.
+
+    OBJECT_STORE goes through Ray, where workers cannot reach each other's ports; it is slower.
+    """
 
     AUTO = "auto"
     GLOO = "gloo"
     NCCL = "nccl"
+    OBJECT_STORE = "object_store"
     LOOPBACK = "loopback"
 
 

@@ -15,7 +15,7 @@ class WorkerSettings:
     Attributes:
         model_path: checkpoint folder; empty for the bundled demo model.
         engine: engine settings.
-        transport: auto, gloo or nccl.
+        transport: auto, gloo, nccl or object_store.
         lanes: transfer limits and timeouts.
         host: address at which other workers reach this one's lanes.
         torch_threads: threads of matrix products; more than the cores a process has is slower.

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tiny_model import tiny_config
 
@@ -25,6 +26,8 @@ from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.transfer.base import LaneConfig
+from ripresa.workers.transfer.registry import create_transport
+from ripresa.workers.worker_process import transport_name
 
 
 def load(text: str, tmp_path: Path, *assignments: str) -> ClusterConfig:
@@ -174,6 +177,16 @@ def test_workers_get_their_part() -> None:
     assert config.decoder_engine().max_num_seqs == 3
     assert config.decoder_engine().transfer.max_section_blocks == 2
     assert load_config(None, ["transfer.max_lanes=2"]).lanes() == LaneConfig(max_lanes=2)
+
+
+def test_state_may_travel_through_ray(tmp_path: Path) -> None:
+    config = load("{encoders: {replicas: 1}, transfer: {backend: object_store}}", tmp_path)
+    assert transport_name(config.transfer.backend) == "object_store"
+
+
+def test_object_store_outside_a_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="inside a Ray cluster"):
+        create_transport("object_store", "127.0.0.1", torch.device("cpu"))
 
 
 def test_both_kinds_of_worker_share_a_disk() -> None:

@@ -14,6 +14,7 @@ AUTO = "auto"
 TRANSPORTS = {
     "gloo": "ripresa.workers.transfer.lane:gloo_transport",
     "nccl": "ripresa.workers.transfer.lane:nccl_transport",
+    "object_store": "ripresa.workers.transfer.object_store:object_store_transport",
     "loopback": "ripresa.workers.transfer.loopback:loopback_transport",
 }
 """Name -> "module:function", imported on use."""
@@ -40,7 +41,7 @@ def create_transport(
     """A worker's transport; `name` is one that `choose_transport` returned.
 
     Args:
-        name: gloo, nccl or loopback.
+        name: gloo, nccl, object_store or loopback.
         host: address at which the other workers reach this one.
         device: where this worker's payloads live.
         config: limits and timeouts.

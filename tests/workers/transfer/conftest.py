@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,7 +14,14 @@ import pytest
 # The receiver's process imports the same file by its folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from transfer_sides import ChildProcess, LoopbackSides, ProcessSides, Sides, ThreadSides
+from transfer_sides import (
+    ChildProcess,
+    LoopbackSides,
+    ObjectStoreSides,
+    ProcessSides,
+    Sides,
+    ThreadSides,
+)
 
 from ripresa.workers.transfer.base import LaneConfig
 
@@ -36,7 +46,37 @@ def receiver_process() -> Iterator[ChildProcess]:
     child.stop()
 
 
-@pytest.fixture(params=["loopback", "gloo_threads", "gloo_processes"])
+@pytest.fixture(scope="module")
+def object_store() -> Iterator[None]:
+    """A Ray cluster of this process alone, with a small object store."""
+    import ray
+
+    temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=temp_dir,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(
+    params=[
+        "loopback",
+        "gloo_threads",
+        "gloo_processes",
+        pytest.param("object_store", marks=pytest.mark.cluster),
+    ]
+)
 async def sides(request: pytest.FixtureRequest, config: LaneConfig) -> AsyncIterator[Sides]:
     made: Sides
     if request.param == "loopback":
@@ -45,6 +85,11 @@ async def sides(request: pytest.FixtureRequest, config: LaneConfig) -> AsyncIter
         threads = ThreadSides(config)
         await threads.start()
         made = threads
+    elif request.param == "object_store":
+        request.getfixturevalue("object_store")
+        through_ray = ObjectStoreSides(config)
+        await through_ray.start()
+        made = through_ray
     else:
         child: ChildProcess = request.getfixturevalue("receiver_process")
         made = await ProcessSides.connect(int(child.first_line), config)

@@ -360,17 +360,18 @@ class LoopbackSides(_FaultySides):
 
 
 class ThreadSides(_FaultySides):
-    """Two loops in one process; bytes cross a gloo lane."""
+    """Two loops in one process; bytes cross a lane of a real transport."""
 
-    def __init__(self, config: LaneConfig) -> None:
+    def __init__(self, config: LaneConfig, transport: str = "gloo") -> None:
         self._thread = LoopThread()
         self._config = config
-        sending = create_transport("gloo", "127.0.0.1", torch.device("cpu"), config)
-        super().__init__(self, sending, config)
+        self._name = transport
+        self.sending = create_transport(transport, "127.0.0.1", torch.device("cpu"), config)
+        super().__init__(self, self.sending, config)
 
     async def start(self) -> None:
         async def build() -> InboundTransfers:
-            receiving = create_transport("gloo", "127.0.0.1", torch.device("cpu"), self._config)
+            receiving = create_transport(self._name, "127.0.0.1", torch.device("cpu"), self._config)
             sink = RecordingSink()
             inbound = InboundTransfers(sink, receiving, self._config)
             self._calls = receiver_calls(inbound, sink)
@@ -393,6 +394,16 @@ class ThreadSides(_FaultySides):
         await self.backend.close()
         await self._thread.run(self.inbound.close())
         self._thread.stop()
+
+
+class ObjectStoreSides(ThreadSides):
+    """Two loops in one process; bytes go through Ray."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        super().__init__(config, "object_store")
+
+    def damage_payloads(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self.sending, "damage", flipped)
 
 
 class ProcessSides(_FaultySides):
