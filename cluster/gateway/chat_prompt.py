@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol, Stage
-from ripresa.cluster.gateway.sampling import AskedSampling, Name, check_sampling, choices_of
+from ripresa.cluster.gateway.sampling import (
+    AskedSampling,
+    Name,
+    check_ranges,
+    check_sampling,
+    choices_of,
+)
 from ripresa.cluster.gateway.served_model import ServedModel, check_length, check_text_fits
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import Arrival, check_options, prompt_request
@@ -54,6 +60,7 @@ class ChatReader:
             RipresaError: the request is not acceptable; `field` names the part at fault.
         """
         check_options(options)
+        check_ranges(asked, name)
         prompt, token_ids = self.encode(body, protocol)
         sampling = check_sampling(asked, self.model, len(token_ids), name)
         sampling = _enforced(sampling, prompt, self.encoding)

@@ -117,6 +117,7 @@ class Gateway:
             encoding=_chat_encoding(tokenizer, start),
             window=start.geometry.window,
             default_tail=start.default_tail,
+            max_message_bytes=start.max_message_bytes,
             max_running=start.max_running,
             transfer_backend=start.transfer_backend,
         )

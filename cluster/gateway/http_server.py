@@ -1,17 +1,30 @@
-"""What does the gateway answer over HTTP? Liveness, readiness, version and metrics so far."""
+"""What does the gateway answer over HTTP, and how does it fail? The application, put together."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
+from ripresa.cluster.gateway.http_body import REQUEST_ID
+from ripresa.cluster.gateway.http_chat import chat_routes
+from ripresa.cluster.gateway.http_completions import completion_routes
+from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
-from ripresa.cluster.gateway.status import http_error
+from ripresa.cluster.gateway.status import anthropic_error, http_error
+from ripresa.cluster.gateway.validation import check_request_id
 from ripresa.cluster.observability.metrics import CONTENT_TYPE
 from ripresa.cluster.version import VERSION
-from ripresa.workers.errors import RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+
+log = logging.getLogger(__name__)
 
 
 def http_app(
@@ -24,7 +37,11 @@ def http_app(
         service: asked at each request, since a Serve replica makes it after the application.
         explain: how a request was placed, whichever gateway did; None asks this one alone.
     """
-    app = FastAPI(title="ripresa", version=VERSION)
+    app = FastAPI(title="ripresa", version=VERSION, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIds)
+    app.include_router(chat_routes(service))
+    app.include_router(completion_routes(service))
+    app.include_router(token_routes(service))
 
     async def explain_here(request_id: str) -> list[str]:
         return service().explain(request_id)
@@ -59,7 +76,69 @@ def http_app(
 
     @app.exception_handler(RipresaError)
     async def failed(request: Request, error: RipresaError) -> JSONResponse:
-        code, headers, body = http_error(error)
-        return JSONResponse(body, code, headers)
+        if error.code is ErrorCode.INTERNAL:
+            log.error("request %s failed", request.state.request_id, exc_info=error)
+        return _failure(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def unroutable(request: Request, error: HTTPException) -> JSONResponse:
+        """Starlette's own refusals: no such path, or no such method on it."""
+        code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_ARGUMENT
+        answer = _failure(request, RipresaError(code, f"{error.detail}: {request.method}"))
+        answer.status_code = error.status_code
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        request_id = request.state.request_id
+        log.error("request %s failed unexpectedly", request_id, exc_info=error)
+        text = f"unexpected failure; the gateway's log has it under request {request_id}"
+        return _failure(request, RipresaError(ErrorCode.INTERNAL, text))
 
     return app
+
+
+def _failure(request: Request, error: RipresaError) -> JSONResponse:
+    """An error in the shape of the API whose path was called."""
+    request_id: str = request.state.request_id
+    body: Mapping[str, object]
+    if request.url.path.startswith("/v1/messages"):
+        code, headers, body = anthropic_error(error, request_id)
+    else:
+        code, headers, body = http_error(error)
+    return JSONResponse(body, code, {REQUEST_ID: request_id, **headers})
+
+
+class RequestIds:
+    """Gives every request an id, its client's if that is a good one, and every response its header.
+
+    No `BaseHTTPMiddleware`: that one keeps a client's disconnect from a streaming response.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = uuid.uuid4().hex
+        refusal: RipresaError | None = None
+        try:
+            check_request_id(asked, REQUEST_ID)
+            request_id = asked or request_id
+        except RipresaError as error:
+            refusal = error
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def with_id(message: ASGIMessage) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        if refusal is not None:
+            await _failure(Request(scope), refusal)(scope, receive, with_id)
+        else:
+            await self._app(scope, receive, with_id)

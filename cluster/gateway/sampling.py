@@ -90,7 +90,7 @@ def check_sampling(
     Raises:
         RipresaError: one of them is not acceptable; `field` names it.
     """
-    _check_ranges(asked, name)
+    check_ranges(asked, name)
     check_token_ids(asked.stop_token_ids, model, name("stop_token_ids"))
     _check_biases(asked, model, name)
     max_tokens = _max_tokens(asked, model, num_prompt_tokens, name)
@@ -141,7 +141,9 @@ def choices_of(prompt: PromptRequest, count: int) -> tuple[PromptRequest, ...]:
     return (prompt, *more)
 
 
-def _check_ranges(asked: AskedSampling, name: Name) -> None:
+def check_ranges(asked: AskedSampling, name: Name) -> None:
+    """Refuse what is out of range whatever the prompt is."""
+
     def require(parameter: str, is_fine: bool, words: str) -> None:
         if not is_fine:
             value = getattr(asked, parameter)

@@ -84,6 +84,7 @@ class InferenceService:
         encoding: renders conversations and parses answers; None refuses them.
         window: W, tokens in a block.
         default_tail: tail variant of requests that name none.
+        max_message_bytes: largest HTTP body; the gRPC server has its own setting.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         transfer_backend: what moves state between workers, for the metrics.
         tokenizer_threads: most calls that tokenize at once; further ones queue.
@@ -100,18 +101,20 @@ class InferenceService:
         encoding: ChatEncoding | None = None,
         window: int = 128,
         default_tail: TailVariant = TailVariant.FLOORED,
+        max_message_bytes: int = 4 << 20,
         max_running: int = 1024,
         transfer_backend: str = "gloo",
         tokenizer_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
-        self._model = model
-        self._tokenizer = tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.metrics = metrics
         self._encoding = encoding
         self._window = window
         self._default_tail = default_tail
+        self.max_message_bytes = max_message_bytes
         self._max_running = max_running
         self._transfer_backend = transfer_backend
         self._clock = clock
@@ -154,11 +157,11 @@ class InferenceService:
             RipresaError: the request is refused or failed; nothing follows.
         """
         arrival = self.arrival(call)
-        read = partial(read_generate, request, self._model, self._tokenizer, arrival)
+        read = partial(read_generate, request, self.model, self.tokenizer, arrival)
 
         def tell(asked: AskedText, facts: StreamFacts) -> Responses:
             return Responses(
-                facts, asked, self._tokenizer, return_token_ids=request.return_token_ids
+                facts, asked, self.tokenizer, return_token_ids=request.return_token_ids
             )
 
         async with aclosing(self.stream(read, tell, call)) as responses:
@@ -177,7 +180,7 @@ class InferenceService:
         def read() -> AskedChat:
             options = request.options
             check_request_id(options.request_id, "options.request_id")
-            check_model(options.model, self._model, "options.model")
+            check_model(options.model, self.model, "options.model")
             asked = asked_by(request.sampling)
             body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
             return reader.read(body, protocol, options, asked, arrival, in_message)
@@ -186,7 +189,7 @@ class InferenceService:
             answers = [
                 ChatAnswer(
                     reader.encoding.parser(asked.prompt, call.request_id),
-                    self._tokenizer.stream(),
+                    self.tokenizer.stream(),
                     asked.prompt.stop,
                 )
                 for _ in asked.prompts
@@ -215,7 +218,7 @@ class InferenceService:
                 "the served model's tokenizer lacks the special tokens of a DeepSeek-V4.1 chat; "
                 "use Generate",
             )
-        return ChatReader(self._encoding, self._model, self._tokenizer)
+        return ChatReader(self._encoding, self.model, self.tokenizer)
 
     async def stream(
         self,
@@ -248,8 +251,8 @@ class InferenceService:
         try:
             facts = StreamFacts(
                 prompts,
-                self._model,
-                self._tokenizer,
+                self.model,
+                self.tokenizer,
                 encoding=encoding,
                 clock=self._clock,
                 received=received,
@@ -271,7 +274,7 @@ class InferenceService:
         return pb.AbortResponse(found=await self._router.abort(request.request_id))
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
-        check_model(request.model, self._model, "model")
+        check_model(request.model, self.model, "model")
         conversation: pb.FullConversation | None = None
         match request.WhichOneof("input"):
             case None:
@@ -284,17 +287,17 @@ class InferenceService:
                 body = conversation_body(conversation, "conversation")
                 prompt, token_ids = self.chat_reader().encode(body, Protocol.CHAT_COMPLETIONS)
                 return prompt.text, token_ids
-            check_text_fits(request.text, self._model, self._tokenizer, "text")
-            return request.text, self._tokenizer.encode(request.text)
+            check_text_fits(request.text, self.model, self.tokenizer, "text")
+            return request.text, self.tokenizer.encode(request.text)
 
         text, token_ids = await self.off_loop(encode, call)
         return pb.TokenizeResponse(
-            token_ids=token_ids, prompt=text, max_model_len=self._model.max_model_len
+            token_ids=token_ids, prompt=text, max_model_len=self.model.max_model_len
         )
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
-        check_model(request.model, self._model, "model")
-        count, limit = len(request.token_ids), self._model.max_model_len
+        check_model(request.model, self.model, "model")
+        count, limit = len(request.token_ids), self.model.max_model_len
         if count > limit:
             raise InvalidArgument(
                 "token_ids", f"{count} ids were given; at most {limit} fit the model's context"
@@ -302,23 +305,23 @@ class InferenceService:
 
         def decode() -> str:
             token_ids = tuple(request.token_ids)
-            check_token_ids(token_ids, self._model, "token_ids")
-            return self._tokenizer.decode(token_ids)
+            check_token_ids(token_ids, self.model, "token_ids")
+            return self.tokenizer.decode(token_ids)
 
         return pb.DetokenizeResponse(text=await self.off_loop(decode, call))
 
     async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         model = pb.Model(
-            id=self._model.name,
-            max_model_len=self._model.max_model_len,
-            vocab_size=self._model.vocab_size,
+            id=self.model.name,
+            max_model_len=self.model.max_model_len,
+            vocab_size=self.model.vocab_size,
             capabilities=["generate"] if self._encoding is None else ["generate", "chat"],
             build=build(
-                self._model, self._tokenizer, "" if self._encoding is None else PROMPT_ENCODING
+                self.model, self.tokenizer, "" if self._encoding is None else PROMPT_ENCODING
             ),
         )
-        if self._model.eos_token_id is not None:
-            model.eos_token_id = self._model.eos_token_id
+        if self.model.eos_token_id is not None:
+            model.eos_token_id = self.model.eos_token_id
         return pb.ListModelsResponse(models=[model])
 
     async def off_loop(self, work: Callable[[], T], call: Call) -> T:

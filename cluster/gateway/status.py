@@ -148,20 +148,41 @@ async def abort(
     await context.abort(status.code, status.details, (*status.trailing_metadata, *pushback))
 
 
-def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, object]]:
+def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict[str, object]]]:
     """HTTP status, headers and an OpenAI-shaped body."""
     wire = STATUS[error.code]
     reason = error.reason if isinstance(error, RequestError) else wire.reason
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    body = {
-        "message": str(error),
+    body: dict[str, object] = {
+        "message": shorten(str(error)),
         "type": wire.http_type,
-        "param": error.field,
+        "param": None if error.field is None else shorten(error.field, MAX_NAME_BYTES),
         "code": reason.lower(),
     }
     return wire.http, headers, {"error": body}
+
+
+_ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        404: "not_found_error",
+        409: "invalid_request_error",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+
+
+def anthropic_error(
+    error: RipresaError, request_id: str
+) -> tuple[int, dict[str, str], dict[str, object]]:
+    """HTTP status, headers and a body in the shape of Anthropic's API."""
+    code, headers, _ = http_error(error)
+    told = {"type": _ANTHROPIC_TYPES.get(code, "api_error"), "message": shorten(str(error))}
+    return code, headers, {"type": "error", "error": told, "request_id": request_id}
 
 
 def shorten(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:

@@ -29,6 +29,7 @@ class InProcessRouter:
         hold_prefill: the same before the first token.
         failure: raised once one token was streamed.
         refusals: raised instead of a placement, one a request, first to last.
+        opened: set once a request has arrived.
         seen: prompts that arrived; open: requests that are not closed yet.
     """
 
@@ -44,6 +45,7 @@ class InProcessRouter:
     open: set[str] = field(default_factory=set)
     aborted: set[str] = field(default_factory=set)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hold.set()
@@ -54,6 +56,7 @@ class InProcessRouter:
         self.seen.append(prompt)
         self.open.add(prompt.request_id)
         self.all_closed.clear()
+        self.opened.set()
         try:
             async for event in self._events(prompt):
                 yield event

@@ -1,0 +1,48 @@
+"""What does every HTTP request bring: a bounded body, an id, and its place in the document?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+
+from ripresa.cluster.gateway.http_fields import Schema, object_schema
+from ripresa.cluster.gateway.service import Call
+from ripresa.cluster.gateway.status import RequestError
+from ripresa.workers.errors import ErrorCode
+
+REQUEST_ID = "x-request-id"
+
+
+def call_of(request: Request) -> Call:
+    """The request's own id; `RequestIds` has checked or made it."""
+    request_id: str = request.state.request_id
+    return Call(request_id)
+
+
+async def body_of(request: Request, max_bytes: int) -> bytes:
+    """A request's body.
+
+    Raises:
+        RequestError: it has more than `max_bytes` bytes; the rest is not read.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                "MESSAGE_TOO_LARGE",
+                f"the server accepts {max_bytes} bytes (gateway.max_message_bytes)",
+                field="body",
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+def documented(fields: Mapping[str, Schema], required: tuple[str, ...]) -> dict[str, Any]:
+    """The OpenAPI entry of an endpoint with a JSON body."""
+    schema = object_schema(fields, required)
+    content = {"application/json": {"schema": schema}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}

@@ -1,0 +1,233 @@
+"""What does `/v1/completions` answer? Text goes on without any template."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter, Request, Response
+
+from ripresa.cluster.gateway.chat_encoding import Json
+from ripresa.cluster.gateway.http_body import body_of, call_of, documented
+from ripresa.cluster.gateway.http_fields import (
+    COMPLETION_FIELDS,
+    as_it_is,
+    options_of,
+    read_body,
+    sampling_of,
+    tells_usage,
+)
+from ripresa.cluster.gateway.http_stream import Message, openai_failure, respond
+from ripresa.cluster.gateway.http_usage import our_usage, usage
+from ripresa.cluster.gateway.sampling import check_sampling, choices_of
+from ripresa.cluster.gateway.served_model import (
+    check_length,
+    check_model,
+    check_text_fits,
+    check_token_ids,
+)
+from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.stop_strings import StopStrings
+from ripresa.cluster.gateway.stream_facts import StreamFacts
+from ripresa.cluster.gateway.tokenizer import TextStream, Tokenizer
+from ripresa.cluster.gateway.validation import check_options, prompt_request
+from ripresa.cluster.routing.prompt import PromptRequest
+from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.request import Finished, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An accepted completion."""
+
+    prompts: tuple[PromptRequest, ...]
+    stop: tuple[str, ...]
+    streams: bool
+    tells_usage: bool
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice so far; `told` and `logprobs` are gathered only for a whole answer."""
+
+    text: TextStream
+    stops: StopStrings
+    told: str = ""
+    num_chars: int = 0
+    logprobs: Json = field(
+        default_factory=lambda: {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+    )
+    finish_reason: str | None = None
+
+
+class CompletionTeller:
+    """Tells a completion in OpenAI's chunks, or as one body; a `Teller`."""
+
+    def __init__(
+        self, facts: StreamFacts, asked: _Asked, tokenizer: Tokenizer, response_id: str, model: str
+    ) -> None:
+        self._facts = facts
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._sampling = asked.prompts[0].sampling
+        self._choices = [
+            _Choice(tokenizer.stream(), StopStrings(asked.stop)) for _ in asked.prompts
+        ]
+        self._num_open = len(asked.prompts)
+        self._base: Json = {
+            "id": response_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def started(self) -> list[Message]:
+        return []
+
+    def deltas(self, choice: int, tokens: Tokens) -> list[Message]:
+        spoken = self._facts.tokens(choice, tokens)
+        own = self._choices[choice]
+        text = own.text.feed(spoken)
+        if self._facts.num_generated(choice) > self._sampling.min_tokens:
+            text = own.stops.feed(text)
+        return self._told(choice, text, self._logprobs(own, tokens))
+
+    def is_stopped(self, choice: int) -> bool:
+        return self._choices[choice].stops.matched is not None
+
+    def stopped(self, choice: int) -> list[Message]:
+        return self._end(choice, "", "stop")
+
+    def finished(self, choice: int, finished: Finished) -> list[Message]:
+        self._facts.finished(choice, finished.num_generated_tokens)
+        own = self._choices[choice]
+        rest = own.stops.feed(own.text.finish()) + own.stops.finish()
+        reason = "stop" if own.stops.matched is not None else str(finished.reason)
+        return self._end(choice, rest, reason)
+
+    def _told(
+        self, choice: int, text: str, logprobs: Json | None, reason: str | None = None
+    ) -> list[Message]:
+        own = self._choices[choice]
+        own.num_chars += len(text)
+        if not self._asked.streams:
+            own.told += text
+            for name, entries in (logprobs or {}).items():
+                own.logprobs[name] += entries
+            return []
+        if not text and not logprobs and reason is None:
+            return []
+        said = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        body = {**self._base, "choices": [said]}
+        if self._asked.tells_usage:
+            body["usage"] = None
+        return [Message(json.dumps(body, ensure_ascii=False))]
+
+    def _end(self, choice: int, rest: str, reason: str) -> list[Message]:
+        self._choices[choice].finish_reason = reason
+        messages = self._told(choice, rest, None, reason)
+        self._num_open -= 1
+        if self._num_open:
+            return messages
+        told = {"usage": usage(self._facts), "ripresa": our_usage(self._facts)}
+        if self._asked.streams:
+            if self._asked.tells_usage:
+                messages.append(Message(json.dumps({**self._base, "choices": [], **told})))
+            return messages
+        choices = [
+            {
+                "index": index,
+                "text": own.told,
+                "logprobs": None if self._sampling.logprobs is None else own.logprobs,
+                "finish_reason": own.finish_reason,
+            }
+            for index, own in enumerate(self._choices)
+        ]
+        whole = {**self._base, "choices": choices, **told}
+        return [Message(json.dumps(whole, ensure_ascii=False), is_whole=True)]
+
+    def _logprobs(self, own: _Choice, tokens: Tokens) -> Json | None:
+        """OpenAI's older shape; offsets count characters that were certain before the token."""
+        if not tokens.logprobs:
+            return None
+        return {
+            "tokens": [self._spell(token_id) for token_id in tokens.token_ids],
+            "token_logprobs": [entry.chosen for entry in tokens.logprobs],
+            "top_logprobs": [
+                {self._spell(token_id): logprob for token_id, logprob in entry.top}
+                for entry in tokens.logprobs
+            ],
+            "text_offset": [own.num_chars] * len(tokens.token_ids),
+        }
+
+    def _spell(self, token_id: int) -> str:
+        """A token's text; one that is no whole text by its bytes, as `bytes:\\xe6`."""
+        raw = self._tokenizer.token_bytes([token_id])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
+    """`/v1/completions`."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", **documented(COMPLETION_FIELDS, ("model", "prompt")))
+    async def completions(request: Request) -> Response:
+        """Go on with a text or with token ids."""
+        gateway, call = service(), call_of(request)
+        raw = await body_of(request, gateway.max_message_bytes)
+        arrival = gateway.arrival(call)
+
+        def read() -> _Asked:
+            body = read_body(raw, COMPLETION_FIELDS)
+            check_model(body.get("model", ""), gateway.model, "model")
+            options = options_of(body, request.headers.get("x-session-id"))
+            check_options(options)
+            asked = sampling_of(body)
+            if body.get("best_of", asked.n) != asked.n:
+                raise InvalidArgument("best_of", "only best_of equal to n is supported")
+            token_ids = _prompt(body, gateway)
+            sampling = check_sampling(asked, gateway.model, len(token_ids), as_it_is)
+            first = prompt_request(options, token_ids, sampling, arrival)
+            prompts = choices_of(first, asked.n)
+            return _Asked(prompts, asked.stop, body.get("stream", False), tells_usage(body))
+
+        def tell(asked: _Asked, facts: StreamFacts) -> CompletionTeller:
+            response_id = f"cmpl-{call.request_id}"
+            return CompletionTeller(
+                facts, asked, gateway.tokenizer, response_id, gateway.model.name
+            )
+
+        stream = gateway.stream(read, tell, call)
+        return await respond(request, stream, last="[DONE]", failed=openai_failure)
+
+    return router
+
+
+def _prompt(body: Json, gateway: InferenceService) -> tuple[int, ...]:
+    """The prompt's token ids: of a text, of a list with one text, or as they were given."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        check_text_fits(prompt, gateway.model, gateway.tokenizer, "prompt")
+        token_ids = tuple(gateway.tokenizer.encode(prompt))
+        check_length(len(token_ids), gateway.model, "prompt")
+    elif isinstance(prompt, list) and all(type(each) is int for each in prompt):
+        token_ids = tuple(prompt)
+        check_length(len(token_ids), gateway.model, "prompt")
+        check_token_ids(token_ids, gateway.model, "prompt")
+    else:
+        raise InvalidArgument("prompt", "must be one text, or one list of token ids")
+    if not token_ids:
+        raise InvalidArgument("prompt", "is empty; it needs at least one token")
+    return token_ids

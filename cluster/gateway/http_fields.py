@@ -1,0 +1,326 @@
+"""Which fields does each HTTP request have, and what does it ask by them?
+
+One table an endpoint says what is understood; it is also the OpenAPI document's. A field that is
+not in it, or asks for what is not served, is refused by its name. A null is the same as no field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ripresa.cluster.gateway.chat_encoding import Json, Protocol
+from ripresa.cluster.gateway.sampling import AskedSampling
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.errors import InvalidArgument
+
+Schema = Mapping[str, Any]
+
+_STRING: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number"}
+_INTEGER: Schema = {"type": "integer"}
+_BOOLEAN: Schema = {"type": "boolean"}
+_OBJECT: Schema = {"type": "object"}
+_OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+_TEXTS: Schema = {"anyOf": [_STRING, {"type": "array", "items": _STRING}]}
+_CHOICE: Schema = {"anyOf": [_STRING, _OBJECT]}
+
+_CACHE: dict[str, Schema] = {
+    "cache_salt": _STRING,
+    "session_id": _STRING,
+    "prompt_cache_key": _STRING,
+    "priority": _INTEGER,
+}
+_SAMPLING: dict[str, Schema] = {
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _INTEGER,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
+    "max_tokens": _INTEGER,
+    "min_tokens": _INTEGER,
+    "stop": _TEXTS,
+    "stop_token_ids": {"type": "array", "items": _INTEGER},
+    "ignore_eos": _BOOLEAN,
+    "seed": _INTEGER,
+    "n": _INTEGER,
+}
+_NO_EFFECT: dict[str, Schema] = {
+    "user": _STRING,
+    "metadata": _OBJECT,
+    "safety_identifier": _STRING,
+    "service_tier": {"enum": ["auto", "default"]},
+    "store": {"enum": [False]},
+}
+
+CHAT_FIELDS: Mapping[str, Schema] = {
+    "model": _STRING,
+    "messages": _OBJECTS,
+    "tools": _OBJECTS,
+    "tool_choice": _CHOICE,
+    "thinking": _OBJECT,
+    "reasoning_effort": {"anyOf": [_STRING, _INTEGER]},
+    "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
+    "parallel_tool_calls": {"enum": [True]},
+    "modalities": {"type": "array", "items": {"enum": ["text"]}},
+    "stream": _BOOLEAN,
+    "stream_options": _OBJECT,
+    "max_completion_tokens": _INTEGER,
+    "logprobs": _BOOLEAN,
+    "top_logprobs": _INTEGER,
+    **_SAMPLING,
+    **_CACHE,
+    **_NO_EFFECT,
+}
+COMPLETION_FIELDS: Mapping[str, Schema] = {
+    "model": _STRING,
+    "prompt": {"anyOf": [_STRING, {"type": "array"}]},
+    "stream": _BOOLEAN,
+    "stream_options": _OBJECT,
+    "logprobs": _INTEGER,
+    "echo": {"enum": [False]},
+    "best_of": _INTEGER,
+    **_SAMPLING,
+    **_CACHE,
+    **_NO_EFFECT,
+}
+MESSAGES_FIELDS: Mapping[str, Schema] = {
+    "model": _STRING,
+    "messages": _OBJECTS,
+    "system": {"anyOf": [_STRING, _OBJECTS]},
+    "tools": _OBJECTS,
+    "tool_choice": _OBJECT,
+    "thinking": _OBJECT,
+    "max_tokens": _INTEGER,
+    "stop_sequences": {"type": "array", "items": _STRING},
+    "stream": _BOOLEAN,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _INTEGER,
+    "metadata": _OBJECT,
+    "service_tier": {"enum": ["auto", "standard_only"]},
+    **_CACHE,
+}
+RESPONSES_FIELDS: Mapping[str, Schema] = {
+    "model": _STRING,
+    "input": {"anyOf": [_STRING, _OBJECTS]},
+    "instructions": _STRING,
+    "tools": _OBJECTS,
+    "tool_choice": _CHOICE,
+    "reasoning": _OBJECT,
+    "text": _OBJECT,
+    "parallel_tool_calls": {"enum": [True]},
+    "include": {"type": "array", "maxItems": 0},
+    "truncation": {"enum": ["disabled"]},
+    "background": {"enum": [False]},
+    "max_output_tokens": _INTEGER,
+    "stream": _BOOLEAN,
+    "stream_options": _OBJECT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    **_CACHE,
+    **_NO_EFFECT,
+}
+FIELDS: Mapping[Protocol, Mapping[str, Schema]] = {
+    Protocol.CHAT_COMPLETIONS: CHAT_FIELDS,
+    Protocol.MESSAGES: MESSAGES_FIELDS,
+    Protocol.RESPONSES: RESPONSES_FIELDS,
+}
+
+_CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
+    Protocol.CHAT_COMPLETIONS: (
+        *("messages", "tools", "tool_choice", "thinking", "reasoning_effort"),
+        *("stop", "logprobs", "top_logprobs"),
+    ),
+    Protocol.MESSAGES: (
+        *("messages", "system", "tools", "tool_choice", "thinking"),
+        *("stop_sequences", "max_tokens"),
+    ),
+    Protocol.RESPONSES: (
+        *("input", "instructions", "tools", "tool_choice", "reasoning", "text"),
+        *("max_output_tokens", "temperature", "top_p"),
+    ),
+}
+
+
+def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
+    """A request's JSON object without its nulls.
+
+    Raises InvalidArgument, naming the field, for one that is unknown or of another type.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("body", f"is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidArgument("body", "must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, value in body.items():
+        if name not in fields:
+            raise InvalidArgument(name[:64], "is not supported")
+        _check_type(name, value, fields[name])
+    return body
+
+
+def conversation_of(body: Json, protocol: Protocol) -> Json:
+    """The part of a body that is the conversation.
+
+    Raises InvalidArgument where it asks for an answer's format.
+    """
+    given = body.get("response_format", body.get("text", {}).get("format", {}))
+    if not isinstance(given, dict) or given.get("type", "text") != "text":
+        field = "response_format" if "response_format" in body else "text.format"
+        raise InvalidArgument(field, "only text is supported")
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        raise InvalidArgument("tool_choice.disable_parallel_tool_use", "is not supported")
+    conversation = {name: body[name] for name in _CONVERSATION[protocol] if name in body}
+    conversation.pop("text", None)
+    return conversation
+
+
+def sampling_of(body: Json) -> AskedSampling:
+    """The sampling parameters of a body of any protocol; their types have been checked."""
+    stop = body.get("stop") or body.get("stop_sequences") or []
+    seed = body.get("seed")
+    return AskedSampling(
+        max_tokens=_max_tokens(body),
+        min_tokens=body.get("min_tokens", 0),
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        top_k=body.get("top_k"),
+        min_p=body.get("min_p", 0.0),
+        presence_penalty=body.get("presence_penalty", 0.0),
+        frequency_penalty=body.get("frequency_penalty", 0.0),
+        repetition_penalty=body.get("repetition_penalty", 1.0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.get("stop_token_ids", ())),
+        seed=None if seed is None else seed % (1 << 64),
+        n=body.get("n", 1),
+        ignore_eos=body.get("ignore_eos", False),
+        logit_bias=_logit_bias(body),
+        logprobs=_logprobs(body),
+    )
+
+
+def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
+    """The options of a body: cache salt and session hint.
+
+    Raises InvalidArgument for one that a gRPC message could not hold.
+    """
+    if body.get("priority", 0) != 0:
+        raise InvalidArgument("priority", "`priority` is not supported yet")
+    session = body.get("session_id") or body.get("prompt_cache_key") or session_header or ""
+    try:
+        return pb.RequestOptions(cache_salt=body.get("cache_salt", ""), session_id=session)
+    except ValueError as error:
+        raise InvalidArgument("session_id or cache_salt", "is no text") from error
+
+
+def tells_usage(body: Json) -> bool:
+    """Whether a stream is to end with the usage; raises InvalidArgument if it is no yes or no."""
+    options = body.get("stream_options", {})
+    asked = options.get("include_usage", False)
+    if not isinstance(asked, bool):
+        raise InvalidArgument("stream_options.include_usage", "must be true or false")
+    return asked
+
+
+def as_it_is(parameter: str) -> str:
+    """The path of a sampling parameter in an HTTP body."""
+    return parameter
+
+
+def object_schema(fields: Mapping[str, Schema], required: tuple[str, ...]) -> Json:
+    """The OpenAPI schema of a request body."""
+    return {
+        "type": "object",
+        "properties": {name: dict(schema) for name, schema in fields.items()},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _is_small_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64
+
+
+_TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "string": (lambda value: isinstance(value, str), "a string"),
+    "boolean": (lambda value: isinstance(value, bool), "true or false"),
+    "object": (lambda value: isinstance(value, dict), "an object"),
+    "array": (lambda value: isinstance(value, list), "an array"),
+    "integer": (
+        lambda value: _is_small_integer(value),
+        "an integer of 64 bits",
+    ),
+    "number": (
+        lambda value: isinstance(value, float) or _is_small_integer(value),
+        "a number",
+    ),
+}
+
+
+def _check_type(path: str, value: object, schema: Schema) -> None:
+    """Refuse a value that is not of the schema's type; only what the tables above use."""
+    if "enum" in schema:
+        if value not in schema["enum"] or isinstance(value, bool) is not isinstance(
+            schema["enum"][0], bool
+        ):
+            allowed = ", ".join(json.dumps(each) for each in schema["enum"])
+            raise InvalidArgument(path, f"only {allowed} is supported")
+    elif "anyOf" in schema:
+        _check_one_of(path, value, schema["anyOf"])
+    else:
+        is_fine, words = _TYPES[schema["type"]]
+        if not is_fine(value):
+            raise InvalidArgument(path, f"must be {words}")
+        if isinstance(value, list):
+            if len(value) > schema.get("maxItems", len(value)):
+                raise InvalidArgument(path, "is not supported")
+            for index, item in enumerate(value):
+                if "items" in schema:
+                    _check_type(f"{path}[{index}]", item, schema["items"])
+        if isinstance(value, dict) and "additionalProperties" in schema:
+            for key, item in value.items():
+                _check_type(f"{path}[{key[:32]}]", item, schema["additionalProperties"])
+
+
+def _check_one_of(path: str, value: object, schemas: list[Schema]) -> None:
+    for schema in schemas:
+        is_fine, _ = _TYPES[schema["type"]]
+        if is_fine(value):
+            _check_type(path, value, schema)
+            return
+    words = " or ".join(_TYPES[schema["type"]][1] for schema in schemas)
+    raise InvalidArgument(path, f"must be {words}")
+
+
+def _max_tokens(body: Json) -> int | None:
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    given = {body[name] for name in names if name in body}
+    if len(given) > 1:
+        raise InvalidArgument("max_completion_tokens", "contradicts max_tokens; give one of them")
+    return next(iter(given), None)
+
+
+def _logit_bias(body: Json) -> tuple[tuple[int, float], ...]:
+    biases = []
+    for key, bias in body.get("logit_bias", {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise InvalidArgument("logit_bias", f"{key[:32]!r} is no token id")
+        biases.append((int(key), float(bias)))
+    return tuple(biases)
+
+
+def _logprobs(body: Json) -> int | None:
+    asked = body.get("logprobs")
+    if "top_logprobs" in body and asked is not True:
+        raise InvalidArgument("top_logprobs", "needs logprobs: true")
+    if isinstance(asked, bool):
+        return int(body.get("top_logprobs", 0)) if asked else None
+    return None if asked is None else int(asked)
