@@ -27,6 +27,20 @@ SPLIT = (
     "decoders.num_blocks=320",
     "transfer.max_section_blocks=2",
 )
+SPREAD = (
+    DETERMINISTIC,
+    "encoders.replicas=3",
+    "decoders.replicas=3",
+    "planner.max_local_rows=0",
+    "encoders.max_batched_tokens=256",
+    "encoders.num_blocks=192",
+    "decoders.num_blocks=192",
+    # A busy machine delays hints and confirmations; without them nothing could be asserted.
+    "directory.lookup_timeout_s=10",
+    "directory.claim_s=20",
+    "directory.late_s=10",
+    "directory.lease_s=30",
+)
 WITHOUT_ENCODERS = (
     DETERMINISTIC,
     "encoders.replicas=0",
@@ -43,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-    order = ("split", "without_encoders")
+    order = ("split", "without_encoders", "spread")
 
     def first_use(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -85,6 +99,12 @@ def split(clusters: Clusters) -> ServedCluster:
 def without_encoders(clusters: Clusters) -> ServedCluster:
     """One decode worker that prefills by itself, behind two gateways that share a port."""
     return clusters(WITHOUT_ENCODERS)
+
+
+@pytest.fixture(scope="module")
+def spread(clusters: Clusters) -> ServedCluster:
+    """Three encoder workers and three decode workers that share what they hold."""
+    return clusters(SPREAD)
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ripresa.workers.config import EngineConfig, Numerics
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.model_runner import load_runner
 from ripresa.workers.models.deepseek_v41.weights import Half
-from ripresa.workers.replay import TailVariant, cold_recipe
+from ripresa.workers.replay import Recipe, TailVariant, cold_recipe
 from ripresa.workers.request import Failed, GenerationRequest, SamplingParams, Tokens
 
 
@@ -69,7 +69,12 @@ class ReferenceEngine:
             (self._answers[question],) = asyncio.run(self.run(question)).answers
         return self._answers[question]
 
-    async def run(self, *questions: Question) -> Run:
+    def follow(self, question: Question, recipe: Recipe) -> tuple[int, ...]:
+        """The tokens of a solo run that follows a recipe, from nothing cached."""
+        (answer,) = asyncio.run(self.run(question, recipe=recipe)).answers
+        return answer
+
+    async def run(self, *questions: Question, recipe: Recipe | None = None) -> Run:
         """Answer questions at the same time, in one engine that lives as long as they take."""
         engine = DecodeEngine("reference", self.runner, self.config)
         await engine.start()
@@ -79,6 +84,8 @@ class ReferenceEngine:
         async def ask(index: int, question: Question) -> tuple[int, ...]:
             tokens: list[int] = []
             request = generation_request(question, self.runner.window, f"reference-{index}")
+            if recipe is not None:
+                request = replace(request, recipe=recipe)
             async for event in engine.generate(request, local=True):
                 match event:
                     case Tokens():
