@@ -133,7 +133,7 @@ def test_losing_parts_costs_speed_alone(spread: ServedCluster, reference: Refere
         answer = spread.ask(request_of(tokens, "losses", f"loss-{number}"))
         assert answer.started is not None
         check(reference, tokens, answer)
-        workers = spread.workers()
+        workers = spread.listed()
         match number:
             case 1:
                 kill(workers[answer.started.worker_id])
