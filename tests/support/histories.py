@@ -18,7 +18,7 @@ from hash_machine import NUM_ENCODER_LAYERS, WINDOW, HashMachine, reference_stre
 from hash_requests import ask, prompt, recipe_of
 from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
 
-from ripresa.workers.config import WindowConfig, WindowPolicy
+from ripresa.workers.config import EngineConfig, WindowConfig, WindowPolicy
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, Failed, GenerationRequest
@@ -33,6 +33,12 @@ WINDOWS = (
     WindowConfig(WindowPolicy.FULL, capacity_bytes=4 * 8 * WINDOW * NUM_ENCODER_LAYERS),
 )
 TAILS = (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL)
+MODES = {
+    ReplayMode.BOUNDED: TAILS,
+    ReplayMode.EXACT: (TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.EXACT),
+    ReplayMode.CANONICAL: TAILS,
+}
+"""The tails that may go with each mode."""
 BROKEN = "the history broke this step"
 
 Run = Callable[[GenerationRequest], Awaitable[Stream]]
@@ -78,8 +84,8 @@ class History:
         first = len(base) if self.rng.random() < 0.3 else max(1, len(base) // 2)
         cut = base[: self.rng.randint(first, len(base))]
         tokens = (cut + prompt(self.rng.randrange(40), self.rng.randint(0, 40)))[:150]
-        mode = ReplayMode.EXACT if self.rng.random() < 0.2 else ReplayMode.BOUNDED
-        tail = self.rng.choice(TAILS[:2] if mode is ReplayMode.EXACT else TAILS)
+        mode = self.rng.choices(tuple(MODES), (5, 2, 2))[0]
+        tail = self.rng.choice(MODES[mode])
         request = ask(
             tokens,
             f"r{number}",
@@ -145,12 +151,17 @@ def _was_broken(stream: Stream) -> bool:
     return isinstance(last, Failed) and BROKEN in str(last.error)
 
 
+def random_config(rng: random.Random) -> EngineConfig:
+    interval = WINDOW * rng.choice((3, 4, 6))
+    return replace(CONFIG, windows=rng.choice(WINDOWS), anchor_interval=interval)
+
+
 async def on_one_worker(seed: int, num_bursts: int = 12) -> None:
     """A decode worker that does everything by itself."""
     rng = random.Random(seed)
     history = History(rng)
     machine = FailingMachine(rng.choice((70, 128, 300)), random.Random(seed + 1))
-    config = replace(CONFIG, windows=rng.choice(WINDOWS))
+    config = random_config(rng)
     async with local_engine(machine, config) as (engine, _):
 
         async def run(request: GenerationRequest) -> Stream:
@@ -168,7 +179,7 @@ async def over_a_cluster(seed: int, num_bursts: int = 8) -> None:
     """An encoder worker and two decode workers, which also prefill by themselves."""
     rng = random.Random(1000 + seed)
     history = History(rng)
-    config = replace(CONFIG, windows=rng.choice(WINDOWS))
+    config = random_config(rng)
     async with split_cluster(
         config=config, num_blocks=rng.choice((80, 300)), num_drafts=2
     ) as cluster:
