@@ -55,6 +55,7 @@ class DecodeWorker:
             peers=self._transfers.peers,
         )
         self._transfers.receive(self._engine.exchange, self._engine)
+        self._announcer.advise(self._engine.advise)
         await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(

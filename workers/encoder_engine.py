@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
-from ripresa.workers.cache.cache_events import CacheListener
+from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -149,6 +149,10 @@ class EncoderEngine:
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""
         await self._core.flush_disk()
+
+    def advise(self, advice: CopyAdvice) -> None:
+        """See `EngineCore.advise`."""
+        self._core.advise(advice)
 
     def stats(self) -> EngineStats:
         return self._core.stats()

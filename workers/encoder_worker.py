@@ -56,6 +56,7 @@ class EncoderWorker:
             peers=self._transfers.peers,
         )
         self._transfers.receive(self._engine.exchange)
+        self._announcer.advise(self._engine.advise)
         await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(

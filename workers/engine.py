@@ -25,7 +25,7 @@ from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PageLoan, PagePool
-from ripresa.workers.cache.cache_events import CacheListener, HeldKind, Tier, Unheard
+from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, HeldKind, Tier, Unheard
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import (
@@ -385,6 +385,16 @@ class EngineCore:
             await asyncio.wait(self._keeping)
         if self._disk is not None:
             await self._disk.flush()
+
+    def advise(self, advice: CopyAdvice) -> None:
+        """Let blocks that other workers hold too make room before all others."""
+        blocks = self._prefixes.blocks
+        if advice.is_new:
+            blocks.forget_copies()
+        for identity in advice.copied:
+            blocks.mark_copy(identity, is_copy=True)
+        for identity in advice.sole:
+            blocks.mark_copy(identity, is_copy=False)
 
     def stats(self) -> EngineStats:
         rows = self._scheduler.counters

@@ -16,10 +16,52 @@ from collections.abc import Iterator
 
 from ripresa.cluster.directory.chains import ANYONE
 from ripresa.cluster.directory.events import Epoch, Holder, Refused, Report, SendAll, Standing
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import CopyAdvice
 
 MAX_FENCES = 100_000
 """Workers whose dead incarnations are remembered; a forgotten one still cannot come back without
 answering a demand."""
+
+
+MAX_COPY_NEWS = 20_000
+"""Blocks whose holders changed between two reports of a worker."""
+
+
+class CopyNews:
+    """What a worker is still to be told of its blocks, by identity; the last word counts.
+
+    A worker that would have to hear too much at once is told to forget instead: a hint.
+    """
+
+    __slots__ = ("_is_copied", "_is_new")
+
+    def __init__(self) -> None:
+        self._is_copied: dict[BlockIdentity, bool] = {}
+        self._is_new = False
+
+    def forget(self) -> None:
+        """What was said before may be wrong."""
+        self._is_copied.clear()
+        self._is_new = True
+
+    def tell(self, identity: BlockIdentity, *, is_copied: bool) -> None:
+        """Others hold the block too, or nobody else does any more."""
+        if len(self._is_copied) >= MAX_COPY_NEWS:
+            self.forget()
+        self._is_copied[identity] = is_copied
+
+    def take(self) -> CopyAdvice | None:
+        """Everything, once; None if there is nothing."""
+        if not self._is_copied and not self._is_new:
+            return None
+        news, is_new = self._is_copied, self._is_new
+        self._is_copied, self._is_new = {}, False
+        return CopyAdvice(
+            is_new,
+            tuple(identity for identity, is_copied in news.items() if is_copied),
+            tuple(identity for identity, is_copied in news.items() if not is_copied),
+        )
 
 
 class Session:
@@ -32,10 +74,12 @@ class Session:
         is_complete: all that it holds has been sent.
         heard_at: when the last report counted; before the first one, when it was first met.
         num_drifted_blocks: wrong entries that receipts found in this epoch.
+        copies: changes of what others hold of its blocks, that it has not been told.
     """
 
     __slots__ = (
         "bit",
+        "copies",
         "epoch",
         "heard_at",
         "holder",
@@ -51,6 +95,7 @@ class Session:
         self.incarnation = incarnation
         self.bit = bit
         self.heard_at = now
+        self.copies = CopyNews()
         self.holder = Holder(worker, incarnation, Standing.CATCHING_UP)
         self.demand(epoch)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from ripresa.workers.cache.cache_events import CopyAdvice
 from ripresa.workers.cache.cache_events import HeldKind as HeldKind
 from ripresa.workers.cache.cache_events import Tier as Tier
 
@@ -92,9 +93,11 @@ class Accepted:
 
     Attributes:
         not_leading: requests of `leading` that hold no claim (any more).
+        advice: what others hold of the worker's blocks, as far as it has changed.
     """
 
     not_leading: tuple[str, ...] = ()
+    advice: CopyAdvice | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from ripresa.cluster.directory.events import (
 from ripresa.cluster.directory.holdings import Holdings, HoldingsTable, Row
 from ripresa.cluster.directory.prefix_memory import Node, PrefixMemory
 from ripresa.cluster.directory.single_flight import SingleFlight
+from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.replay import ReplayMode
 
 SWEPT_PER_REPORT = 2_000
@@ -217,7 +218,8 @@ class PrefixIndex:
                 request
                 for request in report.leading
                 if not self._flight.confirm(request, report.worker, report.incarnation, now)
-            )
+            ),
+            admitted.copies.take(),
         )
 
     def lost(self, worker: str, incarnation: int) -> None:
@@ -322,14 +324,19 @@ class PrefixIndex:
         for block_hash in run.hashes:
             if run.is_held:
                 node = self._memory.add(block_hash, parent, run.tenant)
-                node.holdings = self._table.add(node.holdings, row, session.bit)
+                before = node.holdings
+                node.holdings = self._table.add(before, row, session.bit)
                 parent = block_hash
                 if run.kind is HeldKind.BLOCK:
+                    if node.holdings is not before and _mask(before, run.restarts) & ~session.bit:
+                        identity = BlockIdentity(block_hash, run.restarts)
+                        session.copies.tell(identity, is_copied=True)
                     self._flight.computed(block_hash, run.restarts)
             else:
                 found = self._memory.find(block_hash)
                 if found is not None:
                     self._remove(session, row, found)
+                    self._tell_last_holder(row, found)
 
     def _drop(self, session: Session, kind: HeldKind, block_hash: bytes, restarts: Lineage) -> bool:
         """Remove an entry in every tier; whether there was one."""
@@ -347,6 +354,13 @@ class PrefixIndex:
             node.holdings = left
             self._memory.prune(node)
 
+    def _tell_last_holder(self, row: Row, node: Node) -> None:
+        """Whoever is left alone with a block should not let it go as a copy."""
+        mask = _mask(node.holdings, row.restarts)
+        if row.kind is HeldKind.BLOCK and mask and mask & (mask - 1) == 0:
+            identity = BlockIdentity(node.hash, row.restarts)
+            self._streams.by_bit(mask).copies.tell(identity, is_copied=False)
+
     def _expire(self, now: float) -> None:
         for session in self._streams.lapsed(now):
             self.counters.num_lapsed_workers += 1
@@ -362,3 +376,12 @@ class PrefixIndex:
     def _forget_holder(self, session: Session) -> None:
         if self._table.discard(session.bit):
             self._memory.begin_sweep()
+            # Of its blocks one by one nothing is known any more: who has a copy may be the last.
+            for other in self._streams:
+                if other is not session:
+                    other.copies.forget()
+
+
+def _mask(holdings: Holdings, restarts: Lineage) -> int:
+    """Holders of block KV of this lineage."""
+    return next((mask for lineage, mask in holdings.chains if lineage == restarts), 0)

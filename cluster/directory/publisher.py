@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from ripresa.cluster.directory.events import HeldKind, Refused, Reply, Report, Tier
+from ripresa.cluster.directory.events import Accepted, HeldKind, Refused, Reply, Report, Tier
 from ripresa.cluster.directory.index import shard_of
 from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.cache_events import Origin
+from ripresa.workers.cache.cache_events import CopyAdvice, Origin
 from ripresa.workers.errors import RipresaError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,11 @@ class DirectoryPublisher:
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
         self._tasks: list[asyncio.Task[None]] = []
+        self._take_advice: Callable[[CopyAdvice], None] = lambda advice: None
+
+    def advise(self, take: Callable[[CopyAdvice], None]) -> None:
+        """From now on tell `take` what others hold of what was told."""
+        self._take_advice = take
 
     def held(
         self,
@@ -135,6 +140,8 @@ class DirectoryPublisher:
             if shard.outbox.next_report() is not report:
                 continue  # Restarted meanwhile: the reply is to another incarnation.
             shard.outbox.take(reply)
+            if isinstance(reply, Accepted) and reply.advice is not None:
+                self._take_advice(reply.advice)
             shard.is_sending = False
             if isinstance(reply, Refused):
                 logger.warning("the prefix directory takes this incarnation for dead")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hash_machine import GEOMETRY, HashMachine
 from split_cluster import CONFIG, assert_idle
@@ -164,6 +164,9 @@ class RoutedCluster:
     """Encoder workers e0.. and decode workers d0.. behind one router.
 
     It is the router's view of workers and its way to them.
+
+    Attributes:
+        busy: rows that workers say are queued, whatever they really have.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class RoutedCluster:
         self.directory = LocalDirectory()
         self.workers_by_id: dict[str, Worker] = {}
         self.dead: set[str] = set()
+        self.busy: dict[str, int] = {}
         self._died = asyncio.Event()
         transport = LoopbackTransport(None)
         addresses = [WorkerAddress(f"e{k}", WorkerKind.ENCODER) for k in range(num_encoders)]
@@ -212,6 +216,7 @@ class RoutedCluster:
         else:
             engine = DecodeEngine(name, machine, config, listener=publisher, peers=transfers.peers)
             transfers.receive(engine.exchange, engine)
+        publisher.advise(engine.advise)
         self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher)
 
     # -- what the router asks for ------------------------------------------------------------
@@ -224,7 +229,7 @@ class RoutedCluster:
                 "node",
                 1,
                 1,
-                worker.engine.stats(),
+                replace(worker.engine.stats(), num_queued_rows=self.busy.get(name, 0)),
                 worker.machine.layout_digest,
                 100,
                 100,

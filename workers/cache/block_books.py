@@ -16,6 +16,7 @@ class BlockBooks:
         num_users: running requests that read or write it.
         num_leases, num_pins: sessions interested in it, and those of them that pin it.
         is_demoted: unused, and the last session interested in it is over or overdue.
+        is_copy: another worker holds the same, so that nothing is lost with this one.
         is_freed: these books are closed.
         record: what it is published as; None while it is private.
         offer: the one offer of its contents, whatever became of it.
@@ -23,6 +24,7 @@ class BlockBooks:
 
     __slots__ = (
         "block",
+        "is_copy",
         "is_demoted",
         "is_freed",
         "num_leases",
@@ -37,6 +39,7 @@ class BlockBooks:
         self.num_users = 1
         self.num_leases = 0
         self.num_pins = 0
+        self.is_copy = False
         self.is_demoted = False
         self.is_freed = False
         self.record: BlockRecord | None = None

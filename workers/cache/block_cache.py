@@ -220,6 +220,22 @@ class BlockCache:
         """
         self._end(lease, demotes=True)
 
+    def mark_copy(self, identity: BlockIdentity, *, is_copy: bool) -> None:
+        """Another worker holds the block too, or not any more: copies make room first.
+
+        Nothing for a block that is not published here.
+        """
+        books = self._index.get(identity)
+        if books is None or books.is_copy is is_copy:
+            return
+        books.is_copy = is_copy
+        self._place(books)
+
+    def forget_copies(self) -> None:
+        """It is not known any more which blocks others hold too."""
+        for identity in list(self._index):
+            self.mark_copy(identity, is_copy=False)
+
     def withdraw(self, condition: Callable[[BlockRecord], bool]) -> int:
         """Unpublish every block whose record fulfils `condition`, pinned or not; how many.
 
@@ -289,7 +305,7 @@ class BlockCache:
         """Enter a published block behind the unused ones, or take it out if it is not unused."""
         self._unused.discard(books.block)
         if books.num_users == books.num_pins == 0 and books.record is not None:
-            self._unused.put(books.block, is_demoted=books.is_demoted)
+            self._unused.put(books.block, is_demoted=books.is_demoted or books.is_copy)
 
     def _unpublish(self, books: BlockBooks, *, is_evicted: bool) -> BlockRemoved:
         assert books.record is not None

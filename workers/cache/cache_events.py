@@ -73,8 +73,25 @@ class CacheListener(Protocol):
         """They are computed here no more, done or not. Idempotent."""
 
 
+class CopyAdvice(NamedTuple):
+    """What others hold of a worker's blocks; a hint for what makes room first.
+
+    Attributes:
+        is_new: forget what was said before.
+        copied: other workers hold these too.
+        sole: no other worker does any more.
+    """
+
+    is_new: bool = False
+    copied: tuple[BlockIdentity, ...] = ()
+    sole: tuple[BlockIdentity, ...] = ()
+
+
 class CacheAnnouncer(CacheListener, Protocol):
     """A listener that carries what it hears out of the process."""
+
+    def advise(self, take: Callable[[CopyAdvice], None]) -> None:
+        """From now on tell `take`, on the event loop, what others hold of what was told."""
 
     async def start(self) -> None: ...
 
@@ -98,6 +115,9 @@ class Unheard:
         return None
 
     def finish(self, claim: str) -> None:
+        return None
+
+    def advise(self, take: Callable[[CopyAdvice], None]) -> None:
         return None
 
     async def start(self) -> None:

@@ -20,6 +20,8 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex, shard_of
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import CopyAdvice
 from ripresa.workers.replay import ReplayMode
 
 HASHES = chain("a", 6)
@@ -383,3 +385,33 @@ def test_shards_are_chosen_by_the_first_block_alone() -> None:
     shards = {shard_of(f"{i}".encode(), 4) for i in range(100)}
     assert shards == {0, 1, 2, 3}
     assert shard_of(HASHES[0], 1) == 0
+
+
+def advice_of(worker: Worker) -> CopyAdvice | None:
+    reply = worker.send()
+    assert isinstance(reply, Accepted)
+    return reply.advice
+
+
+def test_later_holders_hear_that_theirs_are_copies(index: PrefixIndex) -> None:
+    first, later = Worker(index, "first"), Worker(index, "later")
+    first.hold(HASHES)
+    reply = later.send(*runs(HASHES[:3]))
+    assert isinstance(reply, Accepted)
+    assert reply.advice == CopyAdvice(copied=tuple(BlockIdentity(h, ()) for h in HASHES[:3]))
+    assert advice_of(first) is None
+    # Another lineage is another block.
+    other = later.send(*runs(HASHES[:2], (W,)))
+    assert isinstance(other, Accepted)
+    assert other.advice is None
+
+
+def test_the_last_holder_hears_that_it_is_alone(index: PrefixIndex) -> None:
+    first, later = Worker(index, "first"), Worker(index, "later")
+    first.hold(HASHES[:2])
+    later.hold(HASHES[:2])
+    assert advice_of(later) is None
+    first.send(*runs(HASHES[1:2], is_held=False))
+    assert advice_of(later) == CopyAdvice(sole=(BlockIdentity(HASHES[1], ()),))
+    index.lost("first", 1)
+    assert advice_of(later) == CopyAdvice(is_new=True)

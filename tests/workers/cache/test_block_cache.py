@@ -495,3 +495,27 @@ def test_who_computed_a_block_beside_its_first_writer_has_used_it() -> None:
     events.clear()
     cache.allocate(2)
     assert [event.record.identity.hash for event in events] == [b"b"]
+
+
+def test_what_another_worker_holds_too_makes_room_first() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(4, events)
+    for path in ("a", "b", "c", "d"):
+        (block,) = cache.allocate(1)
+        publish(cache, block, identity(path))
+        cache.release([block])
+    for path in ("c", "d"):
+        cache.mark_copy(identity(path), is_copy=True)
+    cache.mark_copy(identity("d"), is_copy=False)
+    cache.mark_copy(identity("unknown"), is_copy=True)
+    cache.check_integrity()
+    events.clear()
+    cache.allocate(2)
+    assert [event.record.identity.hash for event in events] == [b"c", b"a"]
+    # Use does not make an original of a copy; only word that the others are gone does.
+    cache.mark_copy(identity("d"), is_copy=True)
+    cache.release(cache.adopt([identity("d")]))
+    cache.forget_copies()
+    events.clear()
+    cache.allocate(1)
+    assert [event.record.identity.hash for event in events] == [b"b"]
