@@ -19,6 +19,7 @@ from hash_requests import ask, prompt, recipe_of
 from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
 
 from ripresa.workers.config import EngineConfig, WindowConfig, WindowPolicy
+from ripresa.workers.engine import EngineCore
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, Failed, GenerationRequest
@@ -43,6 +44,13 @@ BROKEN = "the history broke this step"
 
 Run = Callable[[GenerationRequest], Awaitable[Stream]]
 """Has a worker, or several, run a request to its end."""
+
+
+Watch = Callable[[EngineCore, HashMachine], None]
+
+
+def nobody(core: EngineCore, machine: HashMachine) -> None:
+    """Watches nothing."""
 
 
 def check(request: GenerationRequest, stream: Stream) -> Recipe:
@@ -156,13 +164,18 @@ def random_config(rng: random.Random) -> EngineConfig:
     return replace(CONFIG, windows=rng.choice(WINDOWS), anchor_interval=interval)
 
 
-async def on_one_worker(seed: int, num_bursts: int = 12) -> None:
-    """A decode worker that does everything by itself."""
+async def on_one_worker(seed: int, num_bursts: int = 12, watch: Watch = nobody) -> None:
+    """A decode worker that does everything by itself.
+
+    Args:
+        watch: sees the worker before its first request.
+    """
     rng = random.Random(seed)
     history = History(rng)
     machine = FailingMachine(rng.choice((70, 128, 300)), random.Random(seed + 1))
     config = random_config(rng)
     async with local_engine(machine, config) as (engine, _):
+        watch(engine._core, machine)
 
         async def run(request: GenerationRequest) -> Stream:
             return await collect(engine, request)
@@ -175,7 +188,7 @@ async def on_one_worker(seed: int, num_bursts: int = 12) -> None:
         await run(ask((3,), "last"))
 
 
-async def over_a_cluster(seed: int, num_bursts: int = 8) -> None:
+async def over_a_cluster(seed: int, num_bursts: int = 8, watch: Watch = nobody) -> None:
     """An encoder worker and two decode workers, which also prefill by themselves."""
     rng = random.Random(1000 + seed)
     history = History(rng)
@@ -183,6 +196,9 @@ async def over_a_cluster(seed: int, num_bursts: int = 8) -> None:
     async with split_cluster(
         config=config, num_blocks=rng.choice((80, 300)), num_drafts=2
     ) as cluster:
+        watch(cluster.encoder._core, cluster.encoder_machine)
+        for name, engine in cluster.decoders.items():
+            watch(engine._core, cluster.machines[name])
 
         async def run(request: GenerationRequest) -> Stream:
             name = rng.choice(("d0", "d1"))
