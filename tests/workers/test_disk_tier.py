@@ -96,6 +96,7 @@ class FakeLanding:
 def wanted(
     local: Sequence[BlockIdentity] = (),
     mode: ReplayMode = ReplayMode.BOUNDED,
+    interval: int | None = None,
     restarts: tuple[int, ...] | None = None,
 ) -> WantedPrefix:
     recipe = None
@@ -111,6 +112,7 @@ def wanted(
         sources=PrefixSources(),
         blocks=frozenset(local),
         windows=frozenset(),
+        interval=interval,
     )
 
 
@@ -125,7 +127,8 @@ def tier(store: MemoryStore, clock: Clock | None = None, timeout_s: float = 30.0
     return DiskTier(store, HashMachine(), timeout_s, clock or Clock())
 
 
-LINEAGES = [(), (8,), (16,), (8, 16), (24,), (8, 32), (40,)]
+LINEAGES = [(), (8,), (16,), (8, 16), (24,), (8, 32), (40,), (16, 32)]
+MODES = [(ReplayMode.BOUNDED, None), (ReplayMode.EXACT, None), (ReplayMode.CANONICAL, 16)]
 IDENTITIES = st.sets(
     st.builds(
         lambda number, restarts: chain_of(6, restarts)[number],
@@ -135,19 +138,20 @@ IDENTITIES = st.sets(
 )
 
 
-@given(IDENTITIES, IDENTITIES, st.sampled_from([ReplayMode.BOUNDED, ReplayMode.EXACT]))
+@given(IDENTITIES, IDENTITIES, st.sampled_from(MODES))
 def test_the_chain_is_that_of_a_memory_that_held_everything(
-    local: set[BlockIdentity], on_disk: set[BlockIdentity], mode: ReplayMode
+    local: set[BlockIdentity], on_disk: set[BlockIdentity], how: tuple[ReplayMode, int | None]
 ) -> None:
+    mode, interval = how
     index: LineageIndex[None] = LineageIndex(WINDOW)
     for identity in local | on_disk:
         index.add(identity, None)
-    expected = index.match(HASHES, mode)
+    expected = index.match(HASHES, mode, interval)
 
     async def find() -> None:
         found = tier(MemoryStore(tuple(on_disk)))
         for _ in range(2):
-            assert await found.chain(wanted(tuple(local), mode)) == expected
+            assert await found.chain(wanted(tuple(local), mode, interval)) == expected
         await found.close()
 
     asyncio.run(find())
