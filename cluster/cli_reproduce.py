@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="As the cluster was configured.",
 )
+@click.option("--w8a8", is_flag=True, help="The cluster was configured with model.w8a8.")
 @click.pass_context
 def reproduce(
-    ctx: click.Context, file: Path, model_path: str, numerics: str, kv_format: str
+    ctx: click.Context, file: Path, model_path: str, numerics: str, kv_format: str, w8a8: bool
 ) -> None:
     """Compute a recorded answer again, on an empty cache, and compare it token by token.
 
@@ -66,6 +67,7 @@ def reproduce(
         folder,
         Numerics(numerics),
         KVFormat(kv_format),
+        w8a8,
         lambda line: click.echo(line, err=True),
     )
     result = asyncio.run(compute(recording, runner))

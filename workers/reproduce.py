@@ -110,9 +110,13 @@ def load_for(
     folder: Path,
     numerics: Numerics,
     kv_format: KVFormat,
+    round_inputs: bool,
     echo: Callable[[str], None],
 ) -> TorchModelRunner:
     """The whole model, with KV memory for this answer alone.
+
+    Args:
+        numerics, kv_format, round_inputs: as the cluster was configured; no answer tells them.
 
     Raises:
         RipresaError: the checkpoint is wrong, or does not fit into memory.
@@ -128,7 +132,7 @@ def load_for(
         Half.ALL,
         engine,
         LaneConfig(max_lanes=1),
-        kv_layout(config, kv_format, ""),
+        kv_layout(config, kv_format, "", round_inputs),
         DEFAULT_WORKSPACE_BYTES,
     )
     available = available_memory()
@@ -141,6 +145,7 @@ def load_for(
         num_slots=1,
         numerics=numerics,
         kv_format=kv_format,
+        round_inputs=round_inputs,
         progress=ProgressLines("reading the model", echo),
     )
 

@@ -191,7 +191,9 @@ async def test_an_answer_that_a_stop_token_ended_comes_out_again() -> None:
 async def test_a_model_is_loaded_for_one_answer() -> None:
     async with served(load()) as engine:
         recording = await answer(engine, prompt(1, 40))
-    runner = load_for(recording, FOLDER, Numerics.DETERMINISTIC, KVFormat.PACKED, lambda line: None)
+    runner = load_for(
+        recording, FOLDER, Numerics.DETERMINISTIC, KVFormat.PACKED, False, lambda line: None
+    )
     assert runner.num_slots == 1
     assert (await reproduce(recording, runner)).difference is None
 
