@@ -110,16 +110,20 @@ class HeldPrefix:
             for prefix in self._lookup.prefixes
             if prefix.holder.standing is Standing.BLIND
         }
+        self._windows: dict[PrefixChain, list[tuple[int, list[str]]]] = {}
         self._local: dict[str, list[PrefixChain]] = {}
+        chains = [self._usable(*chain) for chain in self._lookup.chains]
+        self._best = max(chains, key=_worth, default=PrefixChain())
+        self._parts: dict[PrefixChain, list[_Part]] = {}
         for prefix in self._lookup.prefixes:
             chain = self._usable(prefix.restarts, prefix.num_blocks)
             if chain.num_blocks and prefix.holder.worker in workers:
                 self._local.setdefault(prefix.holder.worker, []).append(chain)
 
+    @property
     def best(self) -> PrefixChain:
         """The longest chain that workers hold together, of the fewest restarts."""
-        chains = [self._usable(*chain) for chain in self._lookup.chains]
-        return max(chains, key=_worth, default=PrefixChain())
+        return self._best
 
     def local(self, worker: str) -> PrefixChain:
         """The longest chain that a worker holds by itself."""
@@ -140,7 +144,7 @@ class HeldPrefix:
         """
         first = self.share(worker, chain)
         sources: list[BlockSource] = []
-        parts = [part for part in self._parts(chain) if part.stop > first]
+        parts = [part for part in self._parts_of(chain) if part.stop > first]
         for index, part in enumerate(parts):
             start = max(first, part.start)
             if sources and sources[-1].holder.worker_id in part.holders:
@@ -158,17 +162,24 @@ class HeldPrefix:
     def windows(self, worker: str, chain: PrefixChain) -> dict[int, WorkerAddress | None]:
         """Holders of the chain's native windows by boundary, the newest few; None: the worker."""
         found: dict[int, WorkerAddress | None] = {}
-        for number in range(chain.num_blocks, max(0, chain.num_blocks - NUM_WINDOWS), -1):
-            restarts = lineage_at(chain.restarts, number - 1, self._window)
-            holders = [
-                holding.worker
-                for holding in self._lookup.windows(number)
-                if holding.restarts == restarts and self._can_ask(holding)
-            ]
-            if worker in holders:
-                found[number * self._window] = None
-            elif holders:
-                found[number * self._window] = self._workers[min(holders)]
+        for boundary, holders in self._window_holders(chain):
+            found[boundary] = None if worker in holders else self._workers[holders[0]]
+        return found
+
+    def _window_holders(self, chain: PrefixChain) -> list[tuple[int, list[str]]]:
+        """The newest few boundaries of a chain whose windows somebody holds, and who."""
+        found = self._windows.get(chain)
+        if found is None:
+            found = self._windows[chain] = []
+            for number in range(chain.num_blocks, max(0, chain.num_blocks - NUM_WINDOWS), -1):
+                restarts = lineage_at(chain.restarts, number - 1, self._window)
+                holders = [
+                    holding.worker
+                    for holding in self._lookup.windows(number)
+                    if holding.restarts == restarts and self._can_ask(holding)
+                ]
+                if holders:
+                    found.append((number * self._window, sorted(holders)))
         return found
 
     def window_source(
@@ -199,8 +210,14 @@ class HeldPrefix:
             return PrefixChain()
         return PrefixChain(lineage_at(restarts, usable - 1, self._window), usable)
 
-    def _parts(self, chain: PrefixChain) -> list[_Part]:
+    def _parts_of(self, chain: PrefixChain) -> list[_Part]:
         """The chain in parts with the same holders and lineage, in order."""
+        found = self._parts.get(chain)
+        if found is None:
+            found = self._parts[chain] = self._split(chain)
+        return found
+
+    def _split(self, chain: PrefixChain) -> list[_Part]:
         window = self._window
         cuts = sorted({restart // window for restart in chain.restarts})
         parts: list[_Part] = []

@@ -154,8 +154,9 @@ class _Routes:
 
     def candidates(self) -> list[Candidate]:
         works = [(worker, self._work(worker)) for worker in self.encoders]
+        holder = self._holder(self.encoders)
         # When an encoder is done does not depend on the decode worker: the first few do for all.
-        works.sort(key=lambda entry: self._ready_order(*entry))
+        works.sort(key=lambda entry: self._ready_order(entry[0], entry[1], holder))
         found = []
         for decoder in self.decoders:
             if self.query.decoder is None:
@@ -163,15 +164,16 @@ class _Routes:
             found += [self._split(decoder, *entry) for entry in works[:MAX_ENCODERS]]
         return self._with_notes(found)
 
-    def _ready_order(self, encoder: WorkerLoad, work: _Work) -> tuple[bool, float, int, str]:
+    def _ready_order(
+        self, encoder: WorkerLoad, work: _Work, holder: str | None
+    ) -> tuple[bool, float, int, str]:
         """The holder that the placement rule prefers, then whoever is done first."""
         ready_s = encoder.queue_s + work.bring_s + encoder.prefill_s(work.num_encoder_rows, None)
-        is_preferred = encoder.worker_id == self._holder(self.encoders)
-        return not is_preferred, ready_s, encoder.num_requests, encoder.worker_id
+        return encoder.worker_id != holder, ready_s, encoder.num_requests, encoder.worker_id
 
     def _holder(self, workers: Sequence[WorkerLoad]) -> str | None:
         """The one of these workers that should compute what it holds; None if none holds any."""
-        best = self._held.best()
+        best = self._held.best
         held = {worker.worker_id: self._held.share(worker.worker_id, best) for worker in workers}
         if not any(held.values()):
             return None
@@ -264,7 +266,7 @@ class _Routes:
     def _work(self, worker: WorkerLoad) -> _Work:
         """The cheaper of what it holds by itself, and of that with what others hold."""
         alone = self._with_chain(worker, self._held.local(worker.worker_id), brings=False)
-        together = self._with_chain(worker, self._held.best(), brings=True)
+        together = self._with_chain(worker, self._held.best, brings=True)
         works = [work for work in (together, alone) if work is not None]
         return self._led(min(works, key=lambda work: self._seconds(worker, work)))
 
