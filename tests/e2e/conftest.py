@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-    order = ("split", "without_encoders", "spread")
+    order = ("split", "without_encoders", "spread", "on_disk")
 
     def first_use(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -105,6 +105,15 @@ def without_encoders(clusters: Clusters) -> ServedCluster:
 def spread(clusters: Clusters) -> ServedCluster:
     """Three encoder workers and three decode workers that share what they hold."""
     return clusters(SPREAD)
+
+
+@pytest.fixture(scope="module")
+def on_disk(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> ServedCluster:
+    """An encoder worker and two decode workers that share a directory of blocks."""
+    path = tmp_path_factory.mktemp("disk") / "blocks"
+    return clusters(
+        (DETERMINISTIC, "encoders.replicas=1", "decoders.replicas=2", f"disk.path={path}")
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,79 @@
+"""Do killed workers find on disk what they held, and does an answer from there come out again?"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+from served_cluster import ServedCluster, eventually, kill
+
+from ripresa.cluster.gateway.client import Client
+from ripresa.cluster.gateway.recorder import Recorder
+from ripresa.workers.cache.kv_layout import KVFormat
+from ripresa.workers.config import Numerics
+from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.recording import Recording
+from ripresa.workers.reproduce import check_comparable, load_for, reproduce
+
+WINDOW, REWIND = 128, 6
+NUM_NEW = 150
+NUM_SESSIONS = 3
+
+
+def words(seed: str, count: int) -> tuple[int, ...]:
+    return tuple(random.Random(f"disk {seed}").choices(range(10, 4000), k=count))
+
+
+def ask(cluster: ServedCluster, tokens: tuple[int, ...]) -> Recording:
+    recorder = Recorder()
+    with Client(cluster.address) as client:
+        sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+        list(client.generate(tokens, sampling=sampling, recorder=recorder, timeout_s=120))
+    return recorder.recording()
+
+
+def disk_stats(cluster: ServedCluster, field: str) -> int:
+    found = [worker.stats.disk for worker in cluster.workers().values()]
+    assert None not in found
+    return sum(getattr(stats, field) for stats in found)
+
+
+def test_killed_workers_have_95_percent_of_their_hits(on_disk: ServedCluster) -> None:
+    histories = [words(f"head {number}", 420 + 90 * number) for number in range(NUM_SESSIONS)]
+    for turn in range(2):
+        for number, tokens in enumerate(histories):
+            answer = ask(on_disk, tokens)
+            more = words(f"turn {turn} of {number}", NUM_NEW)
+            histories[number] = tokens + answer.output_ids + more
+    # What an undisturbed next turn reuses: full blocks of what was computed, up to the cap.
+    held = [(len(tokens) - NUM_NEW - 1) // WINDOW for tokens in histories]
+    cap = [(len(tokens) - WINDOW - REWIND) // WINDOW for tokens in histories]
+    undisturbed = WINDOW * sum(map(min, held, cap))
+
+    def written() -> None:
+        assert disk_stats(on_disk, "written") >= sum(held)
+
+    eventually(written)
+    for worker in on_disk.workers().values():
+        kill(worker)
+    on_disk.wait_until_whole()
+    restarted = [ask(on_disk, tokens) for tokens in histories]
+    hits = sum(recording.recipe.write_floor for recording in restarted)
+    print(f"cached tokens of the next turns: {hits} after kill -9, {undisturbed} undisturbed")
+    assert undisturbed > 1000
+    assert hits >= 0.95 * undisturbed
+    assert disk_stats(on_disk, "bad") == 0
+    folder = demo_checkpoint()
+    runner = load_for(
+        max(restarted, key=lambda r: len(r.token_ids)),
+        Path(folder),
+        Numerics.DETERMINISTIC,
+        KVFormat.PACKED,
+        False,
+        print,
+    )
+    for recording in restarted:
+        check_comparable(recording, folder)
+        result = asyncio.run(reproduce(recording, runner))
+        assert result.difference is None, (recording.recipe, result.difference)
