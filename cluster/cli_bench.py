@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
-from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
+    from ripresa.cluster.simulation.arrivals import Workload
     from ripresa.cluster.simulation.policy_bench import PolicyFigures
+    from ripresa.workers.replay_query import ReplayGeometry
 
 RELEASED_WINDOW = 128
 RELEASED_REWIND = 6
+CONNECT_TIMEOUT_S = 15.0
 
 
 @click.group()
@@ -42,15 +45,34 @@ def bench() -> None:
     is_flag=True,
     help="What a worker pulls for a prompt takes room of its capacity, too.",
 )
-@click.option("--max-lines", default=None, type=int, help="Read no more lines of the file.")
+@click.option("--max-lines", type=click.IntRange(min=1), help="Read no more lines of the file.")
+@click.option("--address", help="Send the prompts, scaled down, to the cluster at this gateway.")
+@click.option(
+    "--scale", default=16, show_default=True, help="Of a live run: tokens that become one."
+)
+@click.option(
+    "--max-prompts", default=200, show_default=True, help="Of a live run: prompts to send."
+)
+@click.option(
+    "--max-prompt-tokens",
+    default=3_000,
+    show_default=True,
+    help="Of a live run: longer prompts lose their ends.",
+)
+@click.option(
+    "--max-tokens", default=4, show_default=True, help="Of a live run: tokens of an answer."
+)
+@click.option(
+    "--concurrency", default=4, show_default=True, help="Of a live run: prompts under way."
+)
 def bench_trace(
     trace: Path,
-    workers: int,
-    capacity: int,
-    spread_hours: float,
     seed: int,
-    keep_copies: bool,
+    spread_hours: float,
     max_lines: int | None,
+    keep_copies: bool,
+    address: str | None,
+    **counts: int,
 ) -> None:
     """Replay a recorded workload through the policy alone: no model, no cluster, no timing.
 
@@ -60,47 +82,108 @@ def bench_trace(
     is reused, how much more than the mean the busiest worker computes, and which share of all
     tokens a worker had to pull from another one.
 
+    With --address the prompts go to a running cluster instead, their lengths scaled down and their
+    token ids made from the block ids. It prints which share of the tokens was cached, what one
+    cache that forgets nothing would have had, and times to the first token as ratios.
+
     \b
     Examples:
       ripresa bench trace traces/claude_code_sessions.jsonl.gz
       ripresa bench trace traces/mooncake_conversation.jsonl.gz --workers 4 --capacity 500000
+      ripresa bench trace traces/claude_code_sessions.jsonl.gz --address 127.0.0.1:9000
     """
-    for name, value in (("--workers", workers), ("--capacity", capacity)):
+    for name, value in counts.items():
         if value < 1:
-            raise InvalidArgument(name, f"must be 1 or more, got {value}")
+            raise InvalidArgument(f"--{name.replace('_', '-')}", f"must be 1 or more, got {value}")
     if not 0 <= spread_hours < float("inf"):
         raise InvalidArgument("--spread-hours", f"must not be below 0, got {spread_hours}")
-    if max_lines is not None and max_lines < 1:
-        raise InvalidArgument("--max-lines", f"must be 1 or more, got {max_lines}")
-    if capacity < RELEASED_WINDOW:
-        raise InvalidArgument("--capacity", f"one block takes {RELEASED_WINDOW}, got {capacity}")
+    if counts["capacity"] < RELEASED_WINDOW:
+        raise InvalidArgument("--capacity", f"one block takes {RELEASED_WINDOW} tokens")
     from ripresa.cluster.simulation.arrivals import Workload
-    from ripresa.cluster.simulation.policy_bench import compare_policies
     from ripresa.cluster.simulation.trace import read_trace
     from ripresa.workers.replay_query import ReplayGeometry
 
     # Where the policy is concerned, layers do not matter: finished turns leave their windows.
     geometry = ReplayGeometry(RELEASED_WINDOW, RELEASED_REWIND, 1, 1)
+    window = RELEASED_WINDOW * (1 if address is None else counts["scale"])
     with progress(f"reading {trace.name}"):
-        conversations = read_trace(trace, geometry.window, max_lines)
-        workload = Workload(conversations, geometry.window, spread_hours * 3600, seed)
+        workload = Workload(read_trace(trace, window, max_lines), window, spread_hours * 3600, seed)
     click.echo(
-        f"{trace.name}: {len(workload):,} prompts of {workload.num_conversations:,} conversations; "
-        f"{workers} workers of {capacity:,} tokens each, starts by seed {seed}"
+        f"{trace.name}: {len(workload):,} prompts of {workload.num_conversations:,} "
+        f"conversations, starts by seed {seed}"
     )
+    if address is None:
+        _replay(workload, geometry, counts["workers"], counts["capacity"], keep_copies)
+    else:
+        _replay_live(workload, geometry, address, counts)
+
+
+def _telling(what: str, num_prompts: int) -> Callable[[int], None]:
+    """Says on stderr how far it is, every few seconds."""
     told_at = time.monotonic()
 
-    def tell(name: str, number: int) -> None:
+    def tell(number: int) -> None:
         nonlocal told_at
         if time.monotonic() - told_at > MAX_PAUSE_S:
             told_at = time.monotonic()
-            click.echo(f"{name}: {number:,} of {len(workload):,} prompts", err=True)
+            click.echo(f"{what}: {number:,} of {num_prompts:,} prompts", err=True)
 
+    return tell
+
+
+def _replay(
+    workload: Workload, geometry: ReplayGeometry, workers: int, capacity: int, keep_copies: bool
+) -> None:
+    from ripresa.cluster.simulation.policy_bench import compare_policies
+
+    click.echo(f"{workers} workers of {capacity:,} tokens each")
     _print_figures(
         compare_policies(
-            workload, workers, capacity, geometry, keeps_copies=keep_copies, on_prompt=tell
+            workload,
+            workers,
+            capacity,
+            geometry,
+            keeps_copies=keep_copies,
+            telling=lambda name: _telling(name, len(workload)),
         )
     )
+
+
+def _replay_live(
+    workload: Workload, geometry: ReplayGeometry, address: str, counts: Mapping[str, int]
+) -> None:
+    from ripresa.cluster.gateway.client import Began, Client, Ended
+    from ripresa.cluster.simulation.live_bench import Answered, replay_live
+
+    with Client(address) as client:
+        with progress(f"connecting to {address}"):
+            client.wait_until_connected(CONNECT_TIMEOUT_S)
+
+        def ask(tokens: Sequence[int], max_tokens: int) -> Answered:
+            sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+            began, *_, ended = client.generate(tokens, sampling=sampling)
+            if not (isinstance(began, Began) and isinstance(ended, Ended)):
+                raise Unavailable("an answer came without its beginning or end")
+            return Answered(began.prompt_tokens, began.cached_tokens, ended.time_to_first_token_s)
+
+        figures = replay_live(
+            workload,
+            geometry,
+            ask,
+            max_prompts=counts["max_prompts"],
+            max_prompt_tokens=counts["max_prompt_tokens"],
+            max_tokens=counts["max_tokens"],
+            concurrency=counts["concurrency"],
+            on_prompt=_telling(address, min(counts["max_prompts"], len(workload))),
+        )
+    click.echo(
+        f"{figures.num_prompts:,} prompts sent, {counts['scale']} tokens as one; "
+        f"{figures.num_cut:,} lost their ends"
+    )
+    click.echo(f"hit ratio {figures.hit_ratio:.3f}; unbounded cache {figures.best_ratio:.3f}")
+    if figures.cold_s and figures.first_token_s is not None:
+        ratios = " ".join(f"{time_s / figures.cold_s:.2f}" for time_s in figures.first_token_s)
+        click.echo(f"first token of warm prompts, p50 p90 p99 / median of cold ones: {ratios}")
 
 
 def _print_figures(found: Iterable[PolicyFigures]) -> None:

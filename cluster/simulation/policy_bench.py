@@ -40,7 +40,7 @@ def compare_policies(
     geometry: ReplayGeometry,
     *,
     keeps_copies: bool = False,
-    on_prompt: Callable[[str, int], None] = lambda name, number: None,
+    telling: Callable[[str], Callable[[int], None]] = lambda name: lambda number: None,
 ) -> Iterator[PolicyFigures]:
     """Run every policy over the whole workload, one after the other.
 
@@ -48,7 +48,7 @@ def compare_policies(
         capacity_tokens: of each worker; one cache has that of all together.
         geometry: of the model, as the replay rules see it.
         keeps_copies: pulled blocks take room too (see `DirectoryPolicy`).
-        on_prompt: hears the policy's name and how many prompts it has served.
+        telling: makes of a policy's name what hears how many prompts it has served.
     """
     workers = [f"worker-{number}" for number in range(num_workers)]
     capacity = capacity_tokens // geometry.window
@@ -63,10 +63,11 @@ def compare_policies(
     for make in makers:
         policy = make()
         num_tokens = 0
+        tell = telling(policy.name)
         for number, prompt in enumerate(workload, 1):
             policy.serve(prompt)
             num_tokens += prompt.num_tokens
-            on_prompt(policy.name, number)
+            tell(number)
         uncached = sum(policy.work.values())
         mean = uncached / len(policy.work)
         yield PolicyFigures(

@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> Path:
 def test_every_policy_has_a_line(trace: Path) -> None:
     result = bench(trace, "--workers", "2", "--capacity", "4000")
     assert result.exit_code == 0, result.output
-    first, header, *rows, last = result.output.splitlines()
+    first, _, header, *rows, last = result.output.splitlines()
     assert "20 prompts of 20 conversations" in first
     assert header.split() == ["policy", "hit", "ratio", "worst/mean", "pulled", "uncached"]
     # 19 of 20 prompts find 896 of 1,100 tokens, below the cap.
