@@ -89,7 +89,7 @@ class PeerPlace:
                 ],
                 timeout_s=self._timeout_s,
             )
-            if how in _FAILED:
+            if how in _FAILED or chain[last - 1] not in wanted.blocks:
                 wanted.lost.add(source.holder)
             if chain[first] in wanted.blocks:
                 return

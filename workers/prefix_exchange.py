@@ -71,11 +71,21 @@ class PrefixExchange:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "this worker was given no peers")
         return SinkByManifest(self._pulls, hand_overs)
 
+    def connect(self, abandon: Callable[[str, str], None]) -> None:
+        """See `PeerPulls.connect`."""
+        if self._pulls is not None:
+            self._pulls.connect(abandon)
+
     def serve(self, message: Pull | EndPull) -> None:
         """See `PrefixServing.serve`."""
         if self._serving is None:
             raise RipresaError(ErrorCode.NOT_FOUND, "this worker sends no cached blocks")
         self._serving.serve(message)
+
+    def peer_lost(self, worker_id: str) -> None:
+        """See `PeerPulls.peer_lost`."""
+        if self._pulls is not None:
+            self._pulls.peer_lost(worker_id)
 
     @property
     def counters(self) -> PullCounters:

@@ -50,12 +50,14 @@ class PeerAccess:
         backend: sends what others pull; closed by whoever made it.
         resolve: the control way to a worker; raises Unavailable for one that is not known.
         control_timeout_s: longest wait for the answer to a control message.
+        watch_s: seconds between two looks whether a holder still answers a pull.
     """
 
     own: WorkerAddress
     backend: TransferBackend
     resolve: Callable[[WorkerAddress], Peer]
     control_timeout_s: float = 5.0
+    watch_s: float = 1.0
 
 
 class PullEnd(StrEnum):
@@ -123,6 +125,7 @@ class PeerPulls:
         self._runner = runner
         self._running: dict[str, _Pull] = {}
         self._notices = Notices(peers.control_timeout_s)
+        self._abandon: Callable[[str, str], None] | None = None
         self.ends: Counter[PullEnd] = Counter()
         self.num_bytes = 0
 
@@ -176,17 +179,27 @@ class PeerPulls:
         try:
             async with pull.scope:
                 peer = self._peers.resolve(pull.holder)
-                await deliver(peer, pull.message, self._peers.control_timeout_s)
-                return await pull.ended
+                while not pull.ended.done():
+                    # Asked again, a holder that lives and still answers says so.
+                    await deliver(peer, pull.message, self._peers.control_timeout_s)
+                    await asyncio.wait({pull.ended}, timeout=self._peers.watch_s)
+                return pull.ended.result()
         except TimeoutError:
             return PullEnd.LATE
-        except Unavailable:
-            return PullEnd.UNREACHABLE
-        except RipresaError:
-            return PullEnd.REFUSED
+        except RipresaError as error:
+            if pull.ended.done():
+                return pull.ended.result()
+            is_lost = isinstance(error, Unavailable)
+            return PullEnd.UNREACHABLE if is_lost else PullEnd.REFUSED
         finally:
             if peer is not None and not pull.ended.done():
                 self._notices.post(peer, EndPull(pull.message.pull_id))
+                if self._abandon is not None:
+                    self._abandon(pull.message.pull_id, "the pull was given up")
+
+    def connect(self, abandon: Callable[[str, str], None]) -> None:
+        """Say how a transfer that nobody waits for any more is ended (`InboundTransfers`)."""
+        self._abandon = abandon
 
     # -- the sink of what comes ------------------------------------------------------------
 
@@ -260,6 +273,12 @@ class PeerPulls:
         if pull is not None:
             logger.info("pull %s failed: %s", manifest.transfer_id, reason)
             pull.end(PullEnd.FAILED)
+
+    def peer_lost(self, worker_id: str) -> None:
+        """A holder died: pulls from it end now."""
+        for pull in self._running.values():
+            if pull.holder.worker_id == worker_id:
+                pull.end(PullEnd.UNREACHABLE)
 
     async def drain(self) -> None:
         """Wait until those who were told to stop have heard it."""

@@ -74,11 +74,11 @@ class PrefixServing:
         self.num_bytes = 0
 
     def serve(self, message: Pull | EndPull) -> None:
-        """Begin to answer a pull, or stop.
+        """Begin to answer a pull, or stop. Nothing if it is being answered.
 
         Raises:
-            RipresaError: NOT_FOUND (nothing of it is here), FAILED_PRECONDITION (another layout),
-                RESOURCE_EXHAUSTED, UNAVAILABLE.
+            RipresaError: NOT_FOUND (nothing of it is here, or it is over), FAILED_PRECONDITION
+                (another layout), RESOURCE_EXHAUSTED, UNAVAILABLE.
         """
         if isinstance(message, EndPull):
             self._remember(message.pull_id)
@@ -86,8 +86,10 @@ class PrefixServing:
             if task is not None:
                 task.cancel()
             return
-        if message.pull_id in self._running or message.pull_id in self._ended:
+        if message.pull_id in self._running:
             return
+        if message.pull_id in self._ended:
+            raise RipresaError(ErrorCode.NOT_FOUND, f"pull {message.pull_id} is over")
         self._check(message)
         task = asyncio.get_running_loop().create_task(self._answer(message), name="pull")
         self._running[message.pull_id] = task
@@ -150,7 +152,9 @@ class PrefixServing:
 
     async def _send(self, pull: Pull) -> None:
         job = None if pull.leader is None else await self._live.leader(pull.leader)
-        restarts = pull.restarts if pull.restarts is not None else await _lineage(job, pull)
+        restarts = pull.restarts
+        if restarts is None:
+            restarts = await _lineage(pull, job)
         manifest = PullManifest(
             transfer_id=pull.pull_id,
             sender=self._peers.own.worker_id,
@@ -230,13 +234,9 @@ class PrefixServing:
             self._ended.popitem(last=False)
 
 
-async def _lineage(job: Job | None, pull: Pull) -> tuple[int, ...]:
-    """The leader's lineage, once its recipe is fixed.
-
-    That of exact blocks if it is over before: what is held of them is sent, and the receiver hears
-    at once that no more will come.
-    """
-    while job is not None and not job.is_over:
+async def _lineage(pull: Pull, job: Job | None) -> tuple[int, ...]:
+    """The leader's lineage, once its recipe is fixed; the exact one if it is over before."""
+    while job is not None:
         if job.sequence.is_fixed:
             return job.sequence.recipe.restarts
         if not _goes_on(pull, job):

@@ -55,6 +55,7 @@ class WorkerTransfers:
         self._exchange = exchange
         sink = exchange.sink(hand_overs)
         self._inbound = InboundTransfers(sink, self._transport, self._lanes, exchange.serve)
+        exchange.connect(self._inbound.abandon)
 
     @property
     def inbound(self) -> InboundTransfers:
@@ -68,8 +69,10 @@ class WorkerTransfers:
 
     def peer_lost(self, worker_id: str) -> None:
         """A worker died: what it sends and receives fails now."""
+        assert self._exchange is not None, "call receive first"
         self.outbound.peer_lost(worker_id)
         self.inbound.peer_lost(worker_id)
+        self._exchange.peer_lost(worker_id)
 
     async def drain(self) -> None:
         """Wait until what ended has also let go of its threads, sockets and messages."""

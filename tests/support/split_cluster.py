@@ -15,6 +15,7 @@ from ripresa.workers.config import EngineConfig, TransferConfig, WindowConfig, W
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.request import (
+    Bringing,
     EngineEvent,
     Failed,
     Finished,
@@ -70,9 +71,11 @@ class Stream:
     def assert_equals(self, expected: ReferenceStream) -> None:
         """Order and positions of the events, the tokens, and the reason of the end."""
         finished = self.finished
-        reserved = self.events[0]
+        events = list(self.events)
+        if isinstance(events[0], Bringing):
+            del events[0]
+        reserved = events.pop(0)
         assert isinstance(reserved, Reserved)
-        events = list(self.events[1:])
         if reserved.recipe is None:
             fixed, done = events[0], events[1]
             assert isinstance(fixed, RecipeFixed)
@@ -99,15 +102,20 @@ class StepGate:
         self._loop = asyncio.get_running_loop()
         self._step = step
         self._open = threading.Event()
+        self._error: Exception | None = None
         machine.before_step = self._before_step
 
-    def open(self) -> None:
+    def open(self, error: Exception | None = None) -> None:
+        """Let the step go on, or fail by `error`."""
+        self._error = self._error or error
         self._open.set()
 
     def _before_step(self, plan: StepPlan) -> None:
         if plan.step == self._step:
             self._loop.call_soon_threadsafe(self.reached.set)
             assert self._open.wait(timeout=30), "the test never opened the gate"
+            if self._error is not None:
+                raise self._error
 
 
 async def collect(engine: DecodeEngine, request: GenerationRequest) -> Stream:

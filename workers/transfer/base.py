@@ -38,7 +38,10 @@ class TransferState(StrEnum):
 
 
 TRANSITIONS: Mapping[TransferState, frozenset[TransferState]] = {
-    TransferState.OFFERED: frozenset({TransferState.SENDING, TransferState.FAILED}),
+    # A pull of which nothing is there any more is complete without a section.
+    TransferState.OFFERED: frozenset(
+        {TransferState.SENDING, TransferState.COMPLETE, TransferState.FAILED}
+    ),
     TransferState.SENDING: frozenset({TransferState.COMPLETE, TransferState.FAILED}),
     TransferState.COMPLETE: frozenset(),
     TransferState.FAILED: frozenset(),

@@ -144,6 +144,12 @@ class InboundTransfers:
                 self._serve(message)
         return None
 
+    def abandon(self, transfer_id: str, reason: str) -> None:
+        """This side wants nothing more of a transfer; its sender hears it with its next message."""
+        transfer = self._running.get(transfer_id)
+        if transfer is not None:
+            self._fail(transfer, reason)
+
     def peer_lost(self, sender: str) -> None:
         """A sender died: its transfers fail now, without waiting for the idle timeout."""
         for transfer in [t for t in self._running.values() if t.manifest.sender == sender]:
