@@ -104,7 +104,7 @@ class Gateway:
         directory: Directory = NoDirectory() if link is None else await link.client()
         hints = PrefixHints(directory, start.geometry, self._view.address, start.anchor_interval)
         calls = RayWorkerCalls(encoders, decoders)
-        metrics = GatewayMetrics(backends=(start.transfer_backend,))
+        metrics = GatewayMetrics(backends=(start.transfer_backend,), workers=self._view.workers)
         self._router = ClusterRouter(
             self._view, calls, hints, start.planner, on_waste=metrics.wasted
         )

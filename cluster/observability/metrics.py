@@ -8,16 +8,18 @@ Labels take few values, all known at start-up or from the configuration; no requ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from ripresa.cluster.observability.worker_totals import DiskTotals, held_bytes
 from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe
+from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import FinishReason, WorkCounters
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -67,6 +69,18 @@ class HitError(StrEnum):
 
     MISSING = "missing"
     UNKNOWN = "unknown"
+
+
+class DiskOutcome(StrEnum):
+    """Of blocks that a worker asked its disk tier for, or offered to it; names of `StoreStats`."""
+
+    HITS = "hits"
+    MISSES = "misses"
+    BAD = "bad"
+    WRITTEN = "written"
+    KNOWN = "known"
+    DROPPED = "dropped"
+    EVICTED = "evicted"
 
 
 def tokens_by_source(
@@ -203,6 +217,29 @@ DECODER_ROWS = Series(
     labels=(("phase", tuple(Phase)),),
 )
 
+DISK_BLOCKS = Series(
+    "ripresa_disk_blocks_total",
+    Kind.COUNTER,
+    "Blocks that workers asked their disk tiers for or offered to them, by what became of them. "
+    "Every gateway tells it of all workers: take the largest, not the sum.",
+    labels=(("outcome", tuple(DiskOutcome)),),
+)
+DISK_IO_BYTES = Series(
+    "ripresa_disk_io_bytes_total",
+    Kind.COUNTER,
+    "Bytes that workers read from and wrote to their disk tiers, likewise of all workers.",
+    labels=(("operation", ("read", "write")),),
+)
+DISK_FAILURES = Series(
+    "ripresa_disk_failures_total",
+    Kind.COUNTER,
+    "Writes and clean-ups that a worker's disk refused, likewise of all workers.",
+)
+DISK_USED_BYTES = Series(
+    "ripresa_disk_used_bytes",
+    Kind.GAUGE,
+    "Bytes that the disk tiers of all machines held when their workers last looked.",
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -220,6 +257,10 @@ SERIES = (
     TRANSFER_BYTES,
     ENCODER_ROWS,
     DECODER_ROWS,
+    DISK_BLOCKS,
+    DISK_IO_BYTES,
+    DISK_FAILURES,
+    DISK_USED_BYTES,
 )
 
 
@@ -245,12 +286,19 @@ class GatewayMetrics:
     Args:
         backends: transfer backends in use, so that their counters exist before the first byte.
         clock: monotonic seconds; tests pass their own.
+        workers: the newest reports of all workers.
     """
 
     def __init__(
-        self, *, backends: tuple[str, ...] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        backends: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+        workers: Callable[[], Sequence[WorkerReport]] = tuple,
     ) -> None:
         self.registry = CollectorRegistry()
+        self._workers = workers
+        self._disks = DiskTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
@@ -286,7 +334,19 @@ class GatewayMetrics:
 
     def render(self) -> bytes:
         """The current values in Prometheus's text format, to be served as `CONTENT_TYPE`."""
+        self._count_disks()
         return generate_latest(self.registry)
+
+    def _count_disks(self) -> None:
+        """Bring the series of the workers' disk tiers up to date."""
+        reports = self._workers()
+        added = self._disks.take(reports)
+        for outcome in DiskOutcome:
+            self.counter(DISK_BLOCKS).labels(outcome).inc(added[outcome])
+        self.counter(DISK_IO_BYTES).labels("read").inc(added["bytes_read"])
+        self.counter(DISK_IO_BYTES).labels("write").inc(added["bytes_written"])
+        self.counter(DISK_FAILURES).inc(added["failures"])
+        self.gauge(DISK_USED_BYTES).set(held_bytes(reports))
 
     def _register(self, series: Series) -> None:
         names = [name for name, _ in series.labels]

@@ -18,9 +18,11 @@ from ripresa.cluster.observability.metrics import (
     RequestRecord,
     RequestState,
 )
+from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
-from ripresa.workers.request import FinishReason, WorkCounters
+from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.request import EngineStats, FinishReason, WorkCounters
 
 RECIPE = Recipe(PlanKind.BOUNDED, 2, 2, 4, (4,), 5, TailVariant.FLOORED, 0)
 
@@ -83,7 +85,8 @@ def test_names_follow_the_conventions() -> None:
 def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
     assert set(labels) == {
-        *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason")
+        *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason"),
+        *("outcome", "operation"),
     }
     assert all(len(values) <= 16 for values in labels.values())
 
@@ -95,6 +98,33 @@ def test_known_labels_exist_before_the_first_request(metrics: GatewayMetrics) ->
     for code in ErrorCode:
         assert read["ripresa_request_failure_total", code] == 0
     assert read["ripresa_transfer_bytes_total", "gloo"] == 0
+
+
+def report(worker_id: str, node_id: str, disk: StoreStats | None) -> WorkerReport:
+    counters = WorkCounters()
+    stats = EngineStats(0, 0, 1, 1, 0, counters, 0, 0, disk=disk)
+    return WorkerReport(worker_id, WorkerKind.DECODE, node_id, 1, 1, stats)
+
+
+def test_disk_tiers_are_summed_over_the_lives_of_all_workers() -> None:
+    reports = [
+        report("a", "n", StoreStats(hits=3, bad=1, bytes_read=30, num_bytes=100)),
+        report("b", "n", StoreStats(hits=4, failures=2, bytes_written=7, num_bytes=120)),
+        report("c", "m", StoreStats(num_bytes=5)),
+        report("d", "m", None),
+    ]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        read = samples(metrics)
+        assert read["ripresa_disk_blocks_total", "hits"] == 7
+        assert read["ripresa_disk_blocks_total", "bad"] == 1
+        assert read["ripresa_disk_io_bytes_total", "read"] == 30
+        assert read["ripresa_disk_failures_total",] == 2
+        assert read["ripresa_disk_used_bytes",] == 125
+    reports[:2] = [report("e", "n", StoreStats(hits=1, num_bytes=90))]
+    read = samples(metrics)
+    assert read["ripresa_disk_blocks_total", "hits"] == 8
+    assert read["ripresa_disk_used_bytes",] == 95
 
 
 def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:

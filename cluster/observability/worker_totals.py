@@ -1,0 +1,42 @@
+"""How much have all workers done that this gateway ever heard of? Sums of their reports.
+
+A worker that restarts begins at zero under another id; what the old one did stays in the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ripresa.workers.cache.block_store import StoreStats
+from ripresa.workers.report import WorkerReport
+
+
+class DiskTotals:
+    """The workers' disk tiers, summed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, StoreStats] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> dict[str, int]:
+        """What was added since the last call, by field of `StoreStats`; all but `num_bytes`."""
+        added = dict.fromkeys(StoreStats.__dataclass_fields__, 0)
+        del added["num_bytes"]
+        for report in reports:
+            now = report.stats.disk
+            if now is None:
+                continue
+            before = self._newest.get(report.worker_id, StoreStats())
+            self._newest[report.worker_id] = now
+            for name in added:
+                added[name] += max(0, getattr(now, name) - getattr(before, name))
+        return added
+
+
+def held_bytes(reports: Iterable[WorkerReport]) -> int:
+    """Bytes on disk of all machines; the workers of one share a directory."""
+    by_node: dict[str, int] = {}
+    for report in reports:
+        if report.stats.disk is not None:
+            held = by_node.get(report.node_id, 0)
+            by_node[report.node_id] = max(held, report.stats.disk.num_bytes)
+    return sum(by_node.values())
