@@ -16,13 +16,13 @@ import torch
 from tiny_model import tiny_checkpoint
 from tiny_tokenizer import write_tiny_tokenizer
 
+from ripresa.workers.cache.block_hash import hash_blocks, worker_context
 from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half
-from ripresa.workers.prefix_cache import PrefixCache
 from ripresa.workers.request import (
     CacheUse,
     EngineEvent,
@@ -221,10 +221,8 @@ async def test_workers_that_differ_in_w8a8_share_nothing(model: Path) -> None:
     names = set()
     for w8a8 in (False, True):
         runner = await started(model, replace(CONFIG, w8a8=w8a8))
-        cache = PrefixCache(
-            [], runner.geometry, runner.layout_digest, CONFIG.windows, CONFIG.parked, lambda: 0.0
-        )
-        names.update(cache.open(request())._hashes)
+        context = worker_context(runner.layout_digest, runner.window, b"")
+        names.update(hash_blocks(context, PROMPT))
     assert len(names) == 2 * (len(PROMPT) // 8), "no block of one has the name of the other's"
 
 
