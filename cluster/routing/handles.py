@@ -88,11 +88,15 @@ class RayWorkerView:
         self._interval_s = interval_s
         self._listed: dict[str, WorkerReport] = {}
         self._lost: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
         self._shrunk = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def workers(self) -> tuple[WorkerReport, ...]:
         return tuple(w for w in self._listed.values() if w.worker_id not in self._lost)
+
+    def age_s(self, worker_id: str) -> float:
+        return time.monotonic() - self._seen.get(worker_id, time.monotonic())
 
     def address(self, worker_id: str) -> WorkerAddress | None:
         """Of a worker that is listed."""
@@ -115,6 +119,10 @@ class RayWorkerView:
         self._lost = {worker: until for worker, until in self._lost.items() if until > now}
         listed = {} if answer.is_complete else dict(self._listed)
         listed.update((worker.worker_id, worker) for worker in answer.workers)
+        self._seen = {
+            name: self._seen[name] if self._listed.get(name) == worker else now
+            for name, worker in listed.items()
+        }
         has_shrunk = bool(self._listed.keys() - listed.keys())
         self._listed = dict(sorted(listed.items()))
         if has_shrunk:

@@ -77,7 +77,7 @@ def explanation(request: PlannedRequest, window: int) -> list[str]:
     """Lines for a reader; they name no token and no text."""
     lines = [f"request {request.request_id}, {request.num_prompt_tokens} prompt tokens"]
     for number, execution in enumerate(request.executions, 1):
-        lines += _execution_lines(number, execution, window)
+        lines += _execution_lines(number, execution, request.recipe, window)
     if request.recipe is None:
         return [*lines, "recipe: not fixed"]
     recipe = request.recipe
@@ -90,7 +90,9 @@ def explanation(request: PlannedRequest, window: int) -> list[str]:
     ]
 
 
-def _execution_lines(number: int, execution: PlannedExecution, window: int) -> list[str]:
+def _execution_lines(
+    number: int, execution: PlannedExecution, recipe: Recipe | None, window: int
+) -> list[str]:
     plan, chosen = execution.plan, execution.plan.chosen
     lines = [
         f"execution {number}: {chosen.name}",
@@ -103,12 +105,13 @@ def _execution_lines(number: int, execution: PlannedExecution, window: int) -> l
         lines.append(f"  follows another request's claim {execution.follows}")
     lines += [f"  taken over by encoder {name}" for name in execution.encoders]
     outcome = execution.outcome
-    if outcome is None:
+    if outcome is None or recipe is None:
         lines.append("  real hit: not told")
     else:
         lines.append(
-            f"  real hit: {outcome.num_held * window} tokens held, "
-            f"{outcome.num_local * window} of them without bringing any"
+            f"  real hit: {recipe.kind}, rows from {recipe.start}; {recipe.write_floor} tokens "
+            f"reused, {outcome.num_from_peers * window} brought from peers and "
+            f"{outcome.num_from_disk * window} from disk"
         )
     if execution.error:
         lines.append(f"  failed: {execution.error}")

@@ -80,6 +80,9 @@ class WorkerView(Protocol):
     def workers(self) -> tuple[WorkerReport, ...]:
         """The newest reports, without those that were found dead since."""
 
+    def age_s(self, worker_id: str) -> float:
+        """Seconds for which the worker's newest report has been known."""
+
     async def refresh(self) -> None:
         """Ask again, after what was known led nowhere."""
 
@@ -304,7 +307,13 @@ class ClusterRouter:
 
     def _plan_now(self, query: RouteQuery) -> RoutePlan:
         pending = self._pending
-        loads = worker_loads(self._view.workers(), pending.rows, pending.requests, self._settings)
+        loads = worker_loads(
+            self._view.workers(),
+            pending.rows,
+            pending.requests,
+            self._settings,
+            self._view.age_s,
+        )
         return plan_route(query, loads, self._settings)
 
     async def _hash(self, execution: Execution) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ripresa.cluster.config_tree import setting
@@ -93,11 +93,13 @@ def worker_loads(
     pending_rows: Mapping[str, int],
     pending_requests: Mapping[str, int],
     settings: PlannerSettings,
+    age_s: Callable[[str], float],
 ) -> tuple[WorkerLoad, ...]:
     """Loads from reports and from what this gateway has sent since.
 
     Args:
         pending_rows, pending_requests: sent by this gateway and not over, by worker.
+        age_s: seconds since a worker's report, in which its queue went on.
     """
     return tuple(
         _worker_load(
@@ -105,23 +107,30 @@ def worker_loads(
             pending_rows.get(report.worker_id, 0),
             pending_requests.get(report.worker_id, 0),
             settings,
+            age_s(report.worker_id),
         )
         for report in reports
     )
 
 
 def _worker_load(
-    report: WorkerReport, pending_rows: int, pending_requests: int, settings: PlannerSettings
+    report: WorkerReport,
+    pending_rows: int,
+    pending_requests: int,
+    settings: PlannerSettings,
+    age_s: float,
 ) -> WorkerLoad:
     stats, rates = report.stats, report.stats.rates
     is_encoder = report.kind is WorkerKind.ENCODER
     default_row_s = settings.encoder_row_s if is_encoder else settings.decoder_row_s
+    row_s = default_row_s if rates.row_s is None else rates.row_s
+    num_done = int(age_s / row_s) if row_s else stats.num_queued_rows
     return WorkerLoad(
         WorkerAddress(report.worker_id, report.kind),
-        queued_rows=max(stats.num_queued_rows, pending_rows),
+        queued_rows=max(stats.num_queued_rows - num_done, pending_rows),
         num_requests=max(stats.num_running + stats.num_waiting, pending_requests),
         num_decoding=stats.num_decoding,
-        row_s=default_row_s if rates.row_s is None else rates.row_s,
+        row_s=row_s,
         decode_step_s=(
             settings.decode_step_s if rates.decode_step_s is None else rates.decode_step_s
         ),

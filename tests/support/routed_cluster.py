@@ -239,6 +239,9 @@ class RoutedCluster:
             if name not in self.dead
         )
 
+    def age_s(self, worker_id: str) -> float:
+        return 0.0
+
     async def refresh(self) -> None:
         return None
 

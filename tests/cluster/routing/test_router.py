@@ -74,6 +74,9 @@ class Cluster:
             for kind in (WorkerKind.ENCODER if name[0] == "e" else WorkerKind.DECODE,)
         )
 
+    def age_s(self, worker_id: str) -> float:
+        return 0.0
+
     async def refresh(self) -> None:
         return None
 
