@@ -131,8 +131,10 @@ class GatewaySettings:
         replicas: how many.
         grpc_host, grpc_port: where gRPC is served; port 0 takes a free one.
         http_host, http_port: where HTTP is served.
-        max_message_bytes: largest gRPC request.
-        max_running: most requests at once in one gateway; one more is refused.
+        max_message_bytes: largest request, by gRPC or HTTP.
+        max_running: most answers under way at once in one gateway; one more is refused.
+        max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
+            in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds.
     """
 
@@ -143,6 +145,7 @@ class GatewaySettings:
     http_port: int = setting(8000, at_least=0, at_most=65535)
     max_message_bytes: int = setting(4 << 20, at_least=1 << 10, at_most=1 << 30)
     max_running: int = setting(1024, at_least=1)
+    max_said_tokens: int = setting(4_000_000, at_least=0)
     drain_grace_s: float = setting(60.0, at_least=0)
 
 

@@ -89,11 +89,20 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What an assistant's message says, its reasoning apart. `calls`: names and arguments."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered request.
 
     Attributes:
         segments: the prompt, piece by piece.
+        turns: of the assistant, in the order of their headers; the prompt may open one more.
         protocol: whose request it was.
         begins_in: where the answer starts.
         tool_choice: what is left to be enforced; `auto` where no tool is declared.
@@ -104,6 +113,7 @@ class Prompt:
     """
 
     segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
     protocol: Protocol
     begins_in: Stage
     tool_choice: ToolChoice
@@ -203,6 +213,7 @@ class ChatEncoding:
             forced += f'<{CALL_MARK} invoke name="{choice.name}">\n'
         return Prompt(
             segments=segments,
+            turns=_turns(converted.conversation),
             protocol=protocol,
             begins_in=begins_in,
             tool_choice=choice if tools else ToolChoice(),
@@ -226,14 +237,17 @@ class ChatEncoding:
                 token_ids += self._tokenizer.encode(segment.text)
         return token_ids
 
-    def parser(self, prompt: Prompt, response_id: str) -> AnswerParser:
-        """A parser for one answer to a prompt."""
+    def parser(
+        self, prompt: Prompt, response_id: str, protocol: Protocol | None = None
+    ) -> AnswerParser:
+        """A parser for one answer to a prompt, in the prompt's protocol if none is named."""
         converted, options = prompt.request
-        generator = _REQUESTS[prompt.protocol].chunk_generator(converted, response_id, self._model)
-        if prompt.echo is not None:
+        protocol = protocol or prompt.protocol
+        generator = _REQUESTS[protocol].chunk_generator(converted, response_id, self._model)
+        if prompt.echo is not None and protocol is Protocol.RESPONSES:
             generator = generator.with_echo(prompt.echo)
         processor = recipe.StreamProcessor(generator, options, self._decoder)
-        return AnswerParser(processor, self._end_id, prompt.protocol)
+        return AnswerParser(processor, self._end_id, protocol)
 
     def whole(self, protocol: Protocol, response_id: str, created: int) -> WholeAnswer:
         """Gathers the chunks of an answer into one response body."""
@@ -341,6 +355,18 @@ class WholeAnswer:
     def json(self) -> str:
         text: str = self._response.to_json()
         return text
+
+
+def _turns(conversation: recipe.Conversation) -> tuple[Turn, ...]:
+    """The assistant's messages, as the library understood them."""
+    return tuple(
+        Turn(
+            message.content,
+            tuple((call.name, call.arguments) for call in message.tool_calls or ()),
+        )
+        for message in conversation.messages
+        if message.role == "assistant"
+    )
 
 
 def _take_tool_choice(body: Json, protocol: Protocol) -> ToolChoice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol, Stage
+from ripresa.cluster.gateway.said_turns import OpenTurn, SaidTurns, SplicedPrompt, splice
 from ripresa.cluster.gateway.sampling import (
     AskedSampling,
     Name,
@@ -14,7 +15,12 @@ from ripresa.cluster.gateway.sampling import (
 )
 from ripresa.cluster.gateway.served_model import ServedModel, check_length, check_text_fits
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import Arrival, check_options, prompt_request
+from ripresa.cluster.gateway.validation import (
+    Arrival,
+    check_options,
+    prompt_request,
+    tenant_salt,
+)
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.request import ForcedTokens, SamplingParams
@@ -27,19 +33,26 @@ class AskedChat:
     Attributes:
         prompt: the rendered conversation.
         prompts: one for each choice.
+        open_turn: what the answer will be kept by; None to keep none.
     """
 
     prompt: Prompt
     prompts: tuple[PromptRequest, ...]
+    open_turn: OpenTurn | None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReader:
-    """Reads chat requests of any protocol for one model."""
+    """Reads chat requests of any protocol for one model.
+
+    Attributes:
+        said: what the model said in earlier answers.
+    """
 
     encoding: ChatEncoding
     model: ServedModel
     tokenizer: Tokenizer
+    said: SaidTurns
 
     def read(
         self,
@@ -61,19 +74,29 @@ class ChatReader:
         """
         check_options(options)
         check_ranges(asked, name)
-        prompt, token_ids = self.encode(body, protocol)
+        prompt, spliced = self._encode(body, protocol, options)
+        token_ids = spliced.token_ids
         sampling = check_sampling(asked, self.model, len(token_ids), name)
         sampling = _enforced(sampling, prompt, self.encoding)
         first = prompt_request(options, token_ids, sampling, arrival)
-        return AskedChat(prompt, choices_of(first, asked.n))
+        open_turn = spliced.open_turn if first.cache.writes else None
+        return AskedChat(prompt, choices_of(first, asked.n), open_turn)
 
     def encode(self, body: Json, protocol: Protocol) -> tuple[Prompt, tuple[int, ...]]:
-        """A request's prompt and its token ids; they leave room for an answer."""
+        """A request's prompt and its token ids, as they are for a client without a salt."""
+        prompt, spliced = self._encode(body, protocol, pb.RequestOptions())
+        return prompt, spliced.token_ids
+
+    def _encode(
+        self, body: Json, protocol: Protocol, options: pb.RequestOptions
+    ) -> tuple[Prompt, SplicedPrompt]:
+        """A prompt that leaves room for an answer."""
         prompt = self.encoding.render(body, protocol)
         check_text_fits(prompt.text, self.model, self.tokenizer, "messages")
-        token_ids = tuple(self.encoding.encode(prompt.segments))
-        check_length(len(token_ids), self.model, "messages")
-        return prompt, token_ids
+        said = None if options.cache_policy.disable_read else self.said
+        spliced = splice(self.encoding, prompt, said, tenant_salt(options.cache_salt))
+        check_length(len(spliced.token_ids), self.model, "messages")
+        return prompt, spliced
 
 
 def _enforced(sampling: SamplingParams, prompt: Prompt, encoding: ChatEncoding) -> SamplingParams:

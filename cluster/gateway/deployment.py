@@ -55,6 +55,7 @@ class GatewayStart:
     grpc_port: int
     max_message_bytes: int
     max_running: int
+    max_said_tokens: int
     drain_grace_s: float
     default_tail: TailVariant
     transfer_backend: str
@@ -119,6 +120,7 @@ class Gateway:
             default_tail=start.default_tail,
             max_message_bytes=start.max_message_bytes,
             max_running=start.max_running,
+            max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
         )
         self._grpc = GrpcServer(

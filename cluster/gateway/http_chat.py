@@ -38,6 +38,7 @@ from ripresa.cluster.gateway.served_model import check_model
 from ripresa.cluster.gateway.service import Call, InferenceService
 from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.cluster.gateway.stream_facts import StreamFacts
+from ripresa.cluster.gateway.told_stream import Teller
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.request import Finished, FinishReason, TokenLogprobs, Tokens
@@ -218,14 +219,16 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
         chat = reader.read(conversation, protocol, options, sampling_of(body), arrival, as_it_is)
         return _Asked(chat, body.get("stream", False), tells_usage(body))
 
-    def tell(asked: _Asked, facts: StreamFacts) -> ChatTeller:
+    def tell(asked: _Asked, facts: StreamFacts) -> Teller[Message]:
         encoding, count = reader.encoding, len(asked.prompts)
         parsers = [encoding.parser(asked.chat.prompt, response_id) for _ in range(count)]
         now = int(time.time())
         wholes = [
             encoding.whole(protocol, response_id, now) for _ in range(0 if asked.streams else count)
         ]
-        return ChatTeller(facts, asked, parsers, wholes, response_id, gateway.model.name)
+        name = gateway.model.name
+        teller = ChatTeller(facts, asked, parsers, wholes, response_id, name)
+        return gateway.keeping(teller, asked.chat)
 
     stream = gateway.stream(read, tell, call, encoding=PROMPT_ENCODING)
     last = "[DONE]" if protocol is Protocol.CHAT_COMPLETIONS else None

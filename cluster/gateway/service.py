@@ -18,8 +18,10 @@ from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding,
 from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
 from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
+from ripresa.cluster.gateway.keeping_teller import KeepingTeller
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import Run
+from ripresa.cluster.gateway.said_turns import SaidTurns
 from ripresa.cluster.gateway.sampling import asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
@@ -82,6 +84,8 @@ class InferenceService:
     Args:
         router: runs prompts; nothing invalid reaches it.
         encoding: renders conversations and parses answers; None refuses them.
+        max_said_tokens: how many tokens of finished answers are kept, to stand in for them when
+            they come back in a conversation; 0 keeps none.
         window: W, tokens in a block.
         default_tail: tail variant of requests that name none.
         max_message_bytes: largest HTTP body; the gRPC server has its own setting.
@@ -99,6 +103,7 @@ class InferenceService:
         metrics: GatewayMetrics,
         *,
         encoding: ChatEncoding | None = None,
+        max_said_tokens: int = 4_000_000,
         window: int = 128,
         default_tail: TailVariant = TailVariant.FLOORED,
         max_message_bytes: int = 4 << 20,
@@ -112,6 +117,7 @@ class InferenceService:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._encoding = encoding
+        self._said = SaidTurns(max_said_tokens)
         self._window = window
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
@@ -185,21 +191,34 @@ class InferenceService:
             body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
             return reader.read(body, protocol, options, asked, arrival, in_message)
 
-        def tell(asked: AskedChat, facts: StreamFacts) -> ChatResponses:
-            answers = [
-                ChatAnswer(
-                    reader.encoding.parser(asked.prompt, call.request_id),
-                    self.tokenizer.stream(),
-                    asked.prompt.stop,
-                )
-                for _ in asked.prompts
-            ]
-            return ChatResponses(facts, answers, return_token_ids=request.return_token_ids)
+        def tell(asked: AskedChat, facts: StreamFacts) -> Teller[pb.ChatResponse]:
+            answers = self.answers(asked)
+            teller = ChatResponses(facts, answers, return_token_ids=request.return_token_ids)
+            return self.keeping(teller, asked)
 
         stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING)
         async with aclosing(stream) as responses:
             async for response in responses:
                 yield response
+
+    def answers(self, asked: AskedChat) -> list[ChatAnswer]:
+        """One for each choice of a chat, to be fed with its tokens."""
+        encoding = self.chat_reader().encoding
+        return [
+            ChatAnswer(
+                encoding.parser(asked.prompt, "", Protocol.CHAT_COMPLETIONS),
+                self.tokenizer.stream(),
+                asked.prompt.stop,
+            )
+            for _ in asked.prompts
+        ]
+
+    def keeping(self, teller: Teller[M], asked: AskedChat) -> Teller[M]:
+        """The teller, and what the model says is kept for the conversation's next turn."""
+        if asked.open_turn is None:
+            return teller
+        answers, eos = self.answers(asked), self.model.eos_token_id
+        return KeepingTeller(teller, answers, self._said, asked.open_turn, eos)
 
     def arrival(self, call: Call) -> Arrival:
         """What a reader needs to know of a call."""
@@ -218,7 +237,7 @@ class InferenceService:
                 "the served model's tokenizer lacks the special tokens of a DeepSeek-V4.1 chat; "
                 "use Generate",
             )
-        return ChatReader(self._encoding, self.model, self.tokenizer)
+        return ChatReader(self._encoding, self.model, self.tokenizer, self._said)
 
     async def stream(
         self,

@@ -106,7 +106,7 @@ def prompt_request(
         tail=_read_tail(options.cache_policy, arrival.default_tail),
         deadline=arrival.deadline,
         cache=_read_cache_use(options),
-        tenant_salt=_salt(options.cache_salt),
+        tenant_salt=tenant_salt(options.cache_salt),
         session_id=options.session_id or None,
     )
 
@@ -129,7 +129,7 @@ def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
     )
 
 
-def _salt(cache_salt: str) -> bytes:
+def tenant_salt(cache_salt: str) -> bytes:
     """What keeps a client's cached state apart; nothing for no salt."""
     if not cache_salt:
         return b""

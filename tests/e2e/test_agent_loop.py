@@ -107,12 +107,18 @@ def chat_turn(client: openai.OpenAI, messages: list[Any], stream: bool) -> tuple
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_chat_completions(scripted: ServedCluster, client: openai.OpenAI, stream: bool) -> None:
+@pytest.mark.parametrize("echoes", [True, False], ids=["echo", "no_reasoning"])
+def test_chat_completions(
+    scripted: ServedCluster, client: openai.OpenAI, stream: bool, echoes: bool
+) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     usages, names = [], []
     while True:
         said, usage = chat_turn(client, messages, stream)
         usages.append(usage)
+        if not echoes:
+            # As most frameworks do it; what the model really said is spliced back.
+            said.pop("reasoning_content", None)
         messages.append(said)
         if not said.get("tool_calls"):
             break

@@ -1,0 +1,165 @@
+"""What did the model really say in the earlier turns of a conversation?
+
+A client sends an answer back as it understood it: without its reasoning, with its arguments written
+anew. Rendered again, that is another text than the one whose state is cached. So the token ids of
+each finished answer are kept, and stand in for the turn whenever it comes back in the same place.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from threading import Lock
+
+from ripresa.cluster.gateway.chat_encoding import (
+    ASSISTANT,
+    END_OF_SENTENCE,
+    ChatEncoding,
+    Prompt,
+    Segment,
+    Turn,
+)
+
+_NUM_HEADER_TOKENS = 2
+"""`<｜Assistant｜>`, and the token that opens or closes the reasoning."""
+
+
+class SaidTurns:
+    """Answers by where and what they were; the least recently used go first. Thread-safe.
+
+    Args:
+        max_tokens: how many are kept in all; 0 keeps none.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._turns: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._num_tokens = 0
+        self._lock = Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def find(self, key: bytes) -> Sequence[int] | None:
+        """The token ids of an answer, its end of sentence included."""
+        with self._lock:
+            found = self._turns.get(key)
+            if found is not None:
+                self._turns.move_to_end(key)
+            return found
+
+    def keep(self, key: bytes, token_ids: Iterable[int]) -> None:
+        """Remember an answer; the newest of those that look the same counts."""
+        said = array("I", token_ids)
+        with self._lock:
+            self._forget(key)
+            if len(said) > self._max_tokens:
+                return
+            while self._num_tokens + len(said) > self._max_tokens:
+                self._forget(next(iter(self._turns)))
+            self._turns[key] = said
+            self._num_tokens += len(said)
+
+    def _forget(self, key: bytes) -> None:
+        self._num_tokens -= len(self._turns.pop(key, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """The turn that a prompt leaves to the model.
+
+    Attributes:
+        place: what was said before it, as a digest; differs by tenant.
+        opening: its tokens behind the header that are part of the prompt.
+    """
+
+    place: bytes
+    opening: tuple[int, ...]
+
+    def key(self, turn: Turn) -> bytes:
+        """What the turn is found by, once it is known what it says."""
+        return _key(self.place, turn)
+
+
+@dataclass(frozen=True, slots=True)
+class SplicedPrompt:
+    """A prompt's token ids.
+
+    Attributes:
+        num_spliced: earlier answers that stand as the model said them.
+        open_turn: None if the prompt goes on with a message of the client's.
+    """
+
+    token_ids: tuple[int, ...]
+    num_spliced: int
+    open_turn: OpenTurn | None
+
+
+def splice(
+    encoding: ChatEncoding, prompt: Prompt, said: SaidTurns | None, salt: bytes
+) -> SplicedPrompt:
+    """Encode a prompt, earlier answers as the model said them where that is known.
+
+    Args:
+        said: where answers are kept; None re-renders all of them.
+        salt: the tenant's; answers of another one are never found.
+    """
+    token_ids: list[int] = []
+    digest = blake2b(digest_size=16, person=b"ripresa.turns", salt=b"", key=salt[:64])
+    num_hashed = num_spliced = place = turn_number = 0
+    open_turn: tuple[bytes, int] | None = None
+    segments = prompt.segments
+    while place < len(segments):
+        if not _is(segments[place], ASSISTANT):
+            token_ids += encoding.encode(segments[place : place + 1])
+            place += 1
+            continue
+        token_ids += encoding.encode(segments[place : place + _NUM_HEADER_TOKENS])
+        place += _NUM_HEADER_TOKENS
+        digest.update(array("I", token_ids[num_hashed:]).tobytes())
+        num_hashed = len(token_ids)
+        if turn_number == len(prompt.turns):
+            open_turn = digest.digest(), len(token_ids)
+            continue
+        turn = prompt.turns[turn_number]
+        turn_number += 1
+        found = None if said is None else said.find(_key(digest.digest(), turn))
+        if found is not None:
+            token_ids += found
+            num_spliced += 1
+            place = _after_turn(segments, place)
+    opened = None
+    if open_turn is not None:
+        opened = OpenTurn(open_turn[0], tuple(token_ids[open_turn[1] :]))
+    return SplicedPrompt(tuple(token_ids), num_spliced, opened)
+
+
+def _is(segment: Segment, spelling: str) -> bool:
+    return segment.is_special and segment.text == spelling
+
+
+def _after_turn(segments: Sequence[Segment], place: int) -> int:
+    """The segment behind the end of sentence that closes a turn, or behind the last one."""
+    while place < len(segments) and not _is(segments[place], END_OF_SENTENCE):
+        place += 1
+    return place + 1
+
+
+def _key(place: bytes, turn: Turn) -> bytes:
+    """What a turn says, however its client wrote that: reasoning is no part of it."""
+    calls = [[name, _canonical(arguments)] for name, arguments in turn.calls]
+    told = json.dumps([turn.content.strip(), calls])
+    return blake2b(told.encode(), digest_size=16, key=place).digest()
+
+
+def _canonical(arguments: str) -> str:
+    """Arguments without the choices of whoever wrote them; as they are if they are no JSON."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
