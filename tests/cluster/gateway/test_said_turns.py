@@ -28,25 +28,8 @@ from ripresa.protos import ripresa_pb2_grpc
 
 EOS = 1
 MODEL = "deepseek-demo"
-WORDS = tuple(
-    [
-        "the",
-        "model",
-        "reads",
-        "a",
-        "file",
-        "then",
-        "thinks",
-        "about",
-        "what",
-        "it",
-        "may",
-        "hold",
-        "and",
-        "goes",
-        "on",
-    ]
-)
+TEXT = "the model reads a file then thinks about what it may hold and goes on"
+WORDS = TEXT.split()
 SEARCH = {
     "type": "function",
     "function": {
