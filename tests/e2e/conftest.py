@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-    order = ("split", "without_encoders", "spread", "on_disk")
+    order = ("split", "without_encoders", "spread", "on_disk", "through_ray")
 
     def first_use(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -113,6 +113,17 @@ def on_disk(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Ser
     path = tmp_path_factory.mktemp("disk") / "blocks"
     return clusters(
         (DETERMINISTIC, "encoders.replicas=1", "decoders.replicas=2", f"disk.path={path}")
+    )
+
+
+@pytest.fixture(scope="module")
+def through_ray(clusters: Clusters) -> ServedCluster:
+    """An encoder worker whose state goes through the object store to a decode worker."""
+    return clusters(
+        (
+            *(DETERMINISTIC, "encoders.replicas=1", "decoders.replicas=1"),
+            *("transfer.backend=object_store", "planner.max_local_rows=0"),
+        )
     )
 
 

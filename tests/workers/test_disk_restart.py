@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,9 +16,11 @@ from hash_machine import WINDOW, HashMachine, reference_stream
 from hash_requests import ask, prompt, recipe_of
 from split_cluster import CONFIG, Stream, assert_idle, collect, split_cluster
 
-from ripresa.workers.cache.block_store import StoreStats
+from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.block_store import StoredBlock, StoreStats
 from ripresa.workers.config import DiskConfig, EngineConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.errors import RipresaError
 from ripresa.workers.replay import PlanKind, ReplayMode
 from ripresa.workers.request import CacheUse, GenerationRequest
 
@@ -266,6 +271,41 @@ async def test_a_full_disk_changes_nothing_but_what_is_kept(
     async with life(CONFIG) as (engine, _):
         assert await Loops().go_on(engine, 3) == found
     assert list((tmp_path / "blocks").glob("*/*/*.kv")) == []
+
+
+@pytest.mark.parametrize("how", ["aborted", "closed", "overdue"])
+async def test_a_request_that_ends_while_a_disk_is_read_leaves_nothing(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_disk(tmp_path)
+    async with life(config) as (engine, _):
+        await answered(engine, ask(prompt(1, 60)))
+    began, go_on = threading.Event(), threading.Event()
+    async with life(config) as (engine, _):
+        disk = engine._core._disk
+        assert disk is not None
+        get = disk._store.get
+
+        def slow(identity: BlockIdentity) -> StoredBlock | None:
+            began.set()
+            assert go_on.wait(30)
+            return get(identity)
+
+        monkeypatch.setattr(disk._store, "get", slow)
+        deadline = time.time() + 0.2 if how == "overdue" else None
+        request = replace(ask(prompt(1, 60)), deadline=deadline)
+        task = asyncio.create_task(collect(engine, request))
+        await asyncio.to_thread(began.wait, 30)
+        if how == "aborted":
+            assert engine.abort("r")
+        if how == "closed":
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if how == "closed" else RipresaError):
+            await task
+        engine.check_integrity()
+        go_on.set()
+        stream = await answered(engine, ask(prompt(1, 60), request_id="next"))
+        assert recipe_of(stream).write_floor == 48
 
 
 async def test_windows_are_never_on_disk(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import xxhash
@@ -63,8 +64,13 @@ class BlockFormat:
 
 def file_name(identity: BlockIdentity) -> str:
     """The name of a block's file: its hash, and a digest of its lineage."""
-    lineage = ",".join(map(str, identity.restarts)).encode()
-    return f"{identity.hash.hex()}-{blake2b(lineage, digest_size=8).hexdigest()}.kv"
+    return f"{identity.hash.hex()}-{_lineage_digest(identity.restarts)}.kv"
+
+
+@lru_cache(maxsize=1024)
+def _lineage_digest(restarts: tuple[int, ...]) -> str:
+    lineage = ",".join(map(str, restarts)).encode()
+    return blake2b(lineage, digest_size=8).hexdigest()
 
 
 def encode(block: StoredBlock, form: BlockFormat) -> bytes:

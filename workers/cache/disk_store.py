@@ -146,11 +146,11 @@ class DiskStore:
     def stats(self) -> StoreStats:
         return self._counters.snapshot()
 
-    def _path(self, identity: BlockIdentity) -> Path:
+    def _path(self, identity: BlockIdentity) -> str:
         name = file_name(identity)
-        return self._folder / name[:2] / name
+        return f"{self._folder}/{name[:2]}/{name}"
 
-    def _read(self, path: Path) -> bytes:
+    def _read(self, path: str) -> bytes:
         descriptor = os.open(path, _READ)
         try:
             status = os.fstat(descriptor)
@@ -163,8 +163,8 @@ class DiskStore:
         finally:
             os.close(descriptor)
 
-    def _publish(self, path: Path, content: bytes, used_at: float) -> None:
-        temporary = self._root / TEMPORARY / f"{uuid.uuid4().hex}.part"
+    def _publish(self, path: str, content: bytes, used_at: float) -> None:
+        temporary = f"{self._root}/{TEMPORARY}/{uuid.uuid4().hex}.part"
         descriptor = self._create(temporary)
         try:
             try:
@@ -177,18 +177,18 @@ class DiskStore:
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
-                _make(path.parent.parent)
-                _make(path.parent)
+                _make(self._folder)
+                _make(Path(path).parent)
                 os.rename(temporary, path)
         except BaseException:
             _remove(temporary)
             raise
 
-    def _create(self, temporary: Path) -> int:
+    def _create(self, temporary: str) -> int:
         try:
             return os.open(temporary, _CREATE, 0o600)
         except FileNotFoundError:
-            _make(temporary.parent)
+            _make(self._root / TEMPORARY)
             return os.open(temporary, _CREATE, 0o600)
 
     def _note_space(self) -> None:
@@ -223,7 +223,7 @@ def _make(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: str) -> None:
     """Remove a file of ours if that is possible; what cannot be removed is found bad again."""
     try:
         os.unlink(path)
