@@ -175,6 +175,11 @@ class PrefixIndex:
         self.counters.num_follows += isinstance(flight, Follow)
         return Answer(found, flight)
 
+    @property
+    def num_claims(self) -> int:
+        """Requests that lead, some perhaps overdue."""
+        return len(self._flight)
+
     def is_claimed(self, request: str, now: float) -> bool:
         """Whether a request leads."""
         return self._flight.is_claimed(request, now)

@@ -289,7 +289,7 @@ class ClusterRouter:
         )
         try:
             plan = await self._plan(query)
-        except RipresaError:
+        except BaseException:
             if hints.leads:
                 self._hints.release(hints.hashes, execution.claim)
             raise

@@ -18,7 +18,7 @@ from ripresa.cluster.directory.events import Answer, PlanByLoad, Receipt, Reply,
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.cluster.routing.prefix_hints import PrefixHints
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent
+from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerAddress, WorkerKind
@@ -40,6 +40,8 @@ from ripresa.workers.transfer.loopback import LoopbackTransport
 from ripresa.workers.worker_transfers import WorkerTransfers
 
 W = GEOMETRY.window
+INTERVAL = 4 * W
+"""Anchors of mode canonical, for the router and for configurations that say so."""
 
 
 class LocalDirectory:
@@ -166,6 +168,7 @@ class RoutedCluster:
     It is the router's view of workers and its way to them.
 
     Attributes:
+        wasted: what the router says was computed in vain.
         busy: rows that workers say are queued, whatever they really have.
     """
 
@@ -187,8 +190,11 @@ class RoutedCluster:
         addresses += [WorkerAddress(f"d{k}", WorkerKind.DECODE) for k in range(num_decoders)]
         for address in addresses:
             self._add(address, HashMachine(num_blocks, config.max_num_seqs), transport, config)
-        hints = PrefixHints(self.directory, GEOMETRY, self._address)
-        self.router = ClusterRouter(self, self, hints, settings)
+        hints = PrefixHints(self.directory, GEOMETRY, self._address, INTERVAL)
+        self.wasted: list[tuple[Waste, int]] = []
+        self.router = ClusterRouter(
+            self, self, hints, settings, on_waste=lambda *what: self.wasted.append(what)
+        )
 
     def _add(
         self,

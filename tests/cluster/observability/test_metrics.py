@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from ripresa.cluster.observability.metrics import (
     RequestRecord,
     RequestState,
 )
+from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
@@ -89,6 +91,19 @@ def test_labels_take_few_values() -> None:
         *("outcome", "operation"),
     }
     assert all(len(values) <= 16 for values in labels.values())
+
+
+def test_tokens_of_peers_and_wrong_hints_are_counted_apart(metrics: GatewayMetrics) -> None:
+    recipe = replace(RECIPE, start=300, write_floor=400)
+    metrics.request_started(num_prompt_tokens=500).planned(recipe, 128, 256)
+    metrics.request_started(num_prompt_tokens=500).planned(recipe, 0, -100)
+    metrics.wasted(Waste.CANCELLED, 70)
+    read = samples(metrics)
+    assert read["ripresa_prompt_tokens_total", "skipped_peer"] == 128
+    assert read["ripresa_prompt_tokens_total", "skipped_local"] == 172 + 300
+    assert read["ripresa_directory_hit_error_tokens_total", "missing"] == 256
+    assert read["ripresa_directory_hit_error_tokens_total", "unknown"] == 100
+    assert read["ripresa_wasted_tokens_total", "cancelled"] == 70
 
 
 def test_known_labels_exist_before_the_first_request(metrics: GatewayMetrics) -> None:

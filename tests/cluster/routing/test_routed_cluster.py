@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 from hash_machine import REWIND, WINDOW, reference_stream
 from hash_requests import prompt as tokens_of
-from routed_cluster import Answered, RoutedCluster, routed_cluster
+from routed_cluster import INTERVAL, Answered, RoutedCluster, routed_cluster
 from split_cluster import CONFIG, StepGate
 from told_index import Held, told_index
 
-from ripresa.cluster.routing.prompt import PromptRequest
+from ripresa.cluster.routing.prompt import PromptRequest, Waste
 from ripresa.workers.cache.block_hash import hash_blocks, worker_context
 from ripresa.workers.config import WindowConfig, WindowPolicy
-from ripresa.workers.replay import PlanKind, TailVariant
-from ripresa.workers.request import CacheUse, GenerationRequest, SamplingParams
+from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse, GenerationRequest, SamplingParams, Tokens
 
 TOPOLOGIES = [(0, 1), (0, 3), (3, 3)]
 WINDOWS = replace(CONFIG, windows=WindowConfig(WindowPolicy.JUNCTION))
@@ -57,6 +58,8 @@ def check_tokens(asked: PromptRequest, answered: Answered) -> None:
         len(asked.token_ids),
         answered.recipe,
         asked.sampling,
+        cache=asked.cache,
+        tail=asked.tail,
     )
     assert answered.tokens == reference_stream(request).tokens
 
@@ -285,3 +288,65 @@ async def test_working_copies_make_room_before_last_copies() -> None:
         assert again.recipe.write_floor == copied.recipe.write_floor
         # Nothing of it had to be brought.
         assert not again.planned.prefix.num_from_peers
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), [(0, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("mode", "tail"),
+    [
+        (ReplayMode.EXACT, TailVariant.FLOORED),
+        (ReplayMode.EXACT, TailVariant.EXACT),
+        (ReplayMode.CANONICAL, TailVariant.FLOORED),
+    ],
+)
+async def test_other_modes_find_what_was_planned(
+    mode: ReplayMode, tail: TailVariant, encoders: int, decoders: int
+) -> None:
+    config = replace(WINDOWS, anchor_interval=INTERVAL)
+    async with routed_cluster(encoders, decoders, config=config) as cluster:
+        tokens = tokens_of(14, 100)
+        for number in range(6):
+            asked = replace(ask(tokens, f"turn {number}", cache=CacheUse(mode=mode)), tail=tail)
+            answered = await cluster.ask(asked)
+            await cluster.told()
+            check_tokens(asked, answered)
+            assert not answered.planned.hit_error_tokens
+            assert (answered.recipe.write_floor > 0) is (number > 0)
+            tokens += answered.tokens + tokens_of(800 + number, 13)
+
+
+@pytest.mark.parametrize(("encoders", "decoders"), [(0, 2), (2, 2)])
+async def test_a_request_cancelled_at_any_moment_leaves_no_claim(
+    encoders: int, decoders: int
+) -> None:
+    async with routed_cluster(encoders, decoders, config=WINDOWS) as cluster:
+        for number in range(0, 120, 4):
+            tokens = tokens_of(900 + number, 6 * WINDOW)
+            tasks = [
+                asyncio.create_task(cluster.ask(ask(tokens, f"cancelled {number} {k}")))
+                for k in range(2)
+            ]
+            for _ in range(number):
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            (_, answered) = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(answered, Answered), answered
+            check_tokens(ask(tokens, "its twin"), answered)
+            await cluster.told()
+        while cluster.directory.index.num_claims:
+            await cluster.directory.changed()
+
+
+async def test_a_waste_is_told() -> None:
+    """A decode worker that dies after the prompt was computed makes another compute it again."""
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        asked = ask(tokens_of(15, 5 * WINDOW), "r", max_tokens=30)
+        events = cluster.router.generate(asked)
+        answered = Answered()
+        async with aclosing(events):
+            async for event in events:
+                answered.events.append(event)
+                if isinstance(event, Tokens) and cluster.dead == set():
+                    await cluster.kill(answered.placed.worker_id)
+        check_tokens(asked, answered)
+        assert cluster.wasted == [(Waste.RETRIED, 5 * WINDOW)]
