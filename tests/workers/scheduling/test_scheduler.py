@@ -338,6 +338,45 @@ def test_decode_rows_and_chunks_share_a_step() -> None:
     assert (chunk.encoder_start, chunk.encoder_stop, chunk.sampling) == (0, 16, None)
 
 
+def test_a_bounded_prompt_takes_small_chunks_beside_streams_alone() -> None:
+    worker = Worker(budget=8 * WINDOW)
+    bounded = replace(make_request(12 * WINDOW, request_id="long"), max_chunk_rows=3 * WINDOW)
+    worker.add(bounded)
+    worker.step()
+    # Nobody waits for this step.
+    assert worker.plans[-1].sequences[0].num_encoder_rows == 8 * WINDOW
+    stream = make_request(5, request_id="stream", max_tokens=40)
+    worker.add(stream)
+    other = replace(bounded, request_id="other")
+    worker.add(other)
+    worker.run()
+    chunks = [
+        step.num_encoder_rows
+        for plan in worker.plans
+        if any(step.decoder_stop > 5 and step.num_encoder_rows == 1 for step in plan.sequences)
+        for step in plan.sequences
+        if step.num_encoder_rows > 1
+    ]
+    assert chunks
+    assert max(chunks) == 3 * WINDOW
+    for request in (bounded, stream, other):
+        assert tuple(worker.streams[request.request_id]) == reference_stream(request).tokens
+
+
+def test_queued_rows_are_those_that_are_left() -> None:
+    worker = Worker(budget=2 * WINDOW)
+    worker.add(make_request(5 * WINDOW, request_id="a", max_tokens=1))
+    left = []
+    while True:
+        left.append(worker.scheduler.num_queued_rows)
+        if not worker.step():
+            break
+    # Both halves: every row of the prompt, and the tail of one window.
+    assert left[0] == 6 * WINDOW
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+
+
 def test_only_chunks_with_tail_rows_hand_over() -> None:
     worker = Worker(WorkerRole.ENCODER, budget=2 * WINDOW)
     worker.add(make_request(37))
