@@ -238,7 +238,7 @@ DISK_FAILURES = Series(
 DISK_USED_BYTES = Series(
     "ripresa_disk_used_bytes",
     Kind.GAUGE,
-    "Bytes that the disk tiers of all machines held when their workers last looked.",
+    "Bytes that the disk tiers of all machines hold, as far as their workers know.",
 )
 SERIES = (
     TIME_TO_FIRST_TOKEN,

@@ -77,7 +77,7 @@ class StoreStats:
         failures: writes and clean-ups that the store refused.
         evicted: blocks removed for lack of room, or for their age.
         bytes_read, bytes_written: of whole entries.
-        num_bytes: held at the last look, by all processes.
+        num_bytes: held by all processes, as far as this one knows.
     """
 
     hits: int = 0

@@ -59,14 +59,15 @@ class DiskSpace:
         self._clock = clock
         self._scanned_bytes: int | None = None
         self._scanned_at = 0.0
+        self._estimated_bytes = 0
         self._ledger_at_scan = 0
         self._num_evicted = 0
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held at the last scan."""
-        return self._scanned_bytes or 0
+        """Bytes held by all processes: those of the last scan, and by the ledger since."""
+        return self._estimated_bytes
 
     def take_num_evicted(self) -> int:
         """Files removed since the last call."""
@@ -100,6 +101,8 @@ class DiskSpace:
         is_new = self._scanned_bytes is None or length < self._ledger_at_scan
         if is_new or self._bytes_at(length) > self._capacity_bytes:
             self._scan(num_pages)
+        else:
+            self._estimated_bytes = self._bytes_at(length)
 
     def _scan(self, incoming_pages: int) -> None:
         """Count everything; remove what is too old, and the least recently used if it is too much.
@@ -122,6 +125,7 @@ class DiskSpace:
         if total > self._capacity_bytes - (room // 2 if incoming_pages else 0):
             total -= self._evict(times, sizes, total - self._capacity_bytes + room, now)
         self._scanned_bytes, self._scanned_at = total, now
+        self._estimated_bytes = total
         self._ledger_at_scan = length
         if length > _MAX_LEDGER_BYTES:
             os.truncate(self._root / _LEDGER, 0)

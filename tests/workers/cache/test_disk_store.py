@@ -79,6 +79,7 @@ def test_a_block_is_found_by_this_and_by_every_later_store(root: Path) -> None:
     stats = second.stats()
     assert (stats.hits, stats.misses, stats.bad) == (1, 3, 0)
     assert first.stats().written == 1
+    assert first.stats().num_bytes == PAGES
 
 
 def test_the_first_block_of_an_identity_stays(root: Path) -> None:
