@@ -13,20 +13,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.execution import Execution
-from ripresa.cluster.routing.pending_work import PendingWork
-from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest, explanation
-from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, plan_route
-from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints, new_claim
+from ripresa.cluster.routing.plan_log import explanation
+from ripresa.cluster.routing.prefix_hints import PrefixHints, new_claim
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
-from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
-from ripresa.cluster.routing.session_homes import SessionHomes
-from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
-from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.cluster.routing.route_finder import Placement, RouteFinder, WorkerView
+from ripresa.cluster.routing.worker_load import PlannerSettings
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
     ErrorCode,
     LeaderGone,
@@ -35,7 +31,6 @@ from ripresa.workers.errors import (
     Unreachable,
 )
 from ripresa.workers.prefix_sources import PrefixOutcome
-from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import (
     Bringing,
     EngineEvent,
@@ -56,8 +51,6 @@ MAX_EXECUTIONS = 4
 """Executions of one request before its last error is the client's answer."""
 MAX_LEADERS_LOST = 8
 """Leaders that one request waits for in vain before it computes by itself."""
-MAX_HASHED_ON_LOOP = 8192
-"""Tokens that are hashed on the event loop; more of them would delay other streams."""
 
 
 class WorkerCalls(Protocol):
@@ -72,53 +65,6 @@ class WorkerCalls(Protocol):
     ) -> WorkCounters: ...
 
     async def abort(self, worker_id: str, request_id: str) -> bool: ...
-
-
-class WorkerView(Protocol):
-    """What this gateway knows about workers."""
-
-    def workers(self) -> tuple[WorkerReport, ...]:
-        """The newest reports, without those that were found dead since."""
-
-    def age_s(self, worker_id: str) -> float:
-        """Seconds for which the worker's newest report has been known."""
-
-    async def refresh(self) -> None:
-        """Ask again, after what was known led nowhere."""
-
-    async def gone(self, worker_id: str) -> None:
-        """Returns once the worker's reports have stopped: it died or hangs."""
-
-    def lost(self, worker_id: str) -> None:
-        """A call found this worker gone; it is not listed again for a while."""
-
-
-@dataclass(slots=True)
-class _Placement:
-    """Where one execution runs, and by which hints.
-
-    Attributes:
-        computing: the route whose worker computes the encoder rows; another encoder may take over.
-        outcome: what that worker brought and held; None until it said so.
-        hit_error: blocks that were planned to be held and were not; negative if more were.
-        num_computed: prompt tokens whose rows are known to be computed.
-    """
-
-    plan: RoutePlan
-    hints: Hints
-    log: PlannedExecution
-    computing: Candidate
-    outcome: PrefixOutcome | None = None
-    hit_error: int | None = None
-    num_computed: int = 0
-
-    @property
-    def decoder(self) -> str:
-        return self.plan.decoder
-
-    @property
-    def encoder(self) -> str | None:
-        return self.plan.encoder
 
 
 class ClusterRouter:
@@ -147,20 +93,18 @@ class ClusterRouter:
     ) -> None:
         self._view = view
         self._calls = calls
-        self._hints = hints
+        self._routes = RouteFinder(view, hints, settings)
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
-        self.log = PlanLog(settings.log_plans)
+        self.log = self._routes.log
         self._generations: OrderedDict[str, int] = OrderedDict()
-        self._pending = PendingWork()
         self._running: dict[str, str] = {}
-        self._homes = SessionHomes(hints.geometry.window)
 
     @property
     def window(self) -> int:
         """W, tokens in a block."""
-        return self._hints.geometry.window
+        return self._routes.window
 
     async def ready(self) -> bool:
         return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
@@ -192,8 +136,10 @@ class ClusterRouter:
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle router still counts requests."""
-        if self._running or not self._pending.is_empty:
-            raise RipresaError(ErrorCode.INTERNAL, f"left over: {self._running} {self._pending}")
+        if self._running or not self._routes.pending.is_empty:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"left over: {self._running} {self._routes.pending}"
+            )
 
     async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         execution = Execution(prompt, self._generations.get(prompt.request_id, 0), new_claim())
@@ -204,7 +150,7 @@ class ClusterRouter:
         num_failed = num_leaders_lost = 0
         while True:
             follows = num_leaders_lost < MAX_LEADERS_LOST
-            route = await self._place(execution, avoid, log, gone, follows=follows)
+            route = await self._routes.place(execution, avoid, log, gone, follows=follows)
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -218,13 +164,13 @@ class ClusterRouter:
                                     execution.recipe,
                                     route.plan.reason,
                                     route.outcome or PrefixOutcome(),
-                                    self._error_tokens(route),
+                                    route.hit_error_tokens,
                                 )
                             case Tokens():
                                 execution.stream(event)
                                 yield event
                             case Finished():
-                                self._remember(execution, route.decoder, event)
+                                self._routes.remember(execution, route.decoder, event)
                                 yield execution.finish(event)
                                 return
                         if not planned and execution.recipe is not None:
@@ -232,7 +178,7 @@ class ClusterRouter:
                             yield Planned(
                                 execution.recipe,
                                 route.outcome or PrefixOutcome(),
-                                self._error_tokens(route),
+                                route.hit_error_tokens,
                             )
             except (GeneratorExit, asyncio.CancelledError):
                 if not execution.has_streamed:
@@ -252,110 +198,16 @@ class ClusterRouter:
                 self._waste(Waste.RETRIED, route)
                 logger.warning("request %s is executed again: %s", prompt.request_id, error)
 
-    async def _place(
-        self,
-        execution: Execution,
-        avoid: set[str],
-        log: PlannedRequest,
-        gone: str | None,
-        *,
-        follows: bool,
-    ) -> _Placement:
-        """Plan the next execution by what the directory and the workers say."""
-        prompt = execution.prompt
-        if not self._view.workers():
-            await self._view.refresh()
-        await self._hash(execution)
-        geometry = self._hints.geometry
-        below_cap = execution.num_tokens - geometry.window - geometry.rewind
-        follows = follows and execution.recipe is None
-        num_reusable = max(0, below_cap) // geometry.window if follows else 0
-        hints = await self._hints.ask(
-            execution.hashes, execution.claim, prompt.cache, num_reusable, gone
-        )
-        mode = prompt.cache.mode
-        query = RouteQuery(
-            self._hints.geometry,
-            execution.num_tokens,
-            hints.hashes,
-            mode,
-            self._hints.interval(mode),
-            prompt.tail,
-            hints.lookup,
-            hints.leader,
-            self._home(execution),
-            execution.recipe,
-            avoid,
-        )
-        try:
-            plan = await self._plan(query)
-        except BaseException:
-            if hints.leads:
-                self._hints.release(hints.hashes, execution.claim)
-            raise
-        leader = plan.chosen.sources.leader
-        entry = PlannedExecution(plan, hints.why, None if leader is None else leader.request_id)
-        log.executions.append(entry)
-        return _Placement(plan, hints, entry, plan.chosen)
-
-    async def _plan(self, query: RouteQuery) -> RoutePlan:
-        try:
-            return self._plan_now(query)
-        except Unavailable:
-            await self._view.refresh()
-            return self._plan_now(query)
-
-    def _plan_now(self, query: RouteQuery) -> RoutePlan:
-        pending = self._pending
-        loads = worker_loads(
-            self._view.workers(),
-            pending.rows,
-            pending.requests,
-            self._settings,
-            self._view.age_s,
-        )
-        return plan_route(query, loads, self._settings)
-
-    async def _hash(self, execution: Execution) -> None:
-        """Name the request's blocks as its workers do."""
-        if not execution.prompt.cache.reads and not execution.prompt.cache.writes:
-            return
-        digest = next((w.layout_digest for w in self._view.workers()), b"")
-        if execution.is_hashed or execution.num_tokens <= MAX_HASHED_ON_LOOP:
-            execution.hash(digest, self.window)
-        else:
-            await asyncio.to_thread(execution.hash, digest, self.window)
-
-    def _home(self, execution: Execution) -> SessionHome | None:
-        """Where the prompt's session was served last, if it may go on from there."""
-        prompt = execution.prompt
-        if not prompt.cache.resumes or not prompt.cache.reads:
-            return None
-        return self._homes.find(prompt.tenant_salt, prompt.session_id, execution.hashes)
-
-    def _remember(self, execution: Execution, decoder: str, finished: Finished) -> None:
-        prompt = execution.prompt
-        if prompt.session_id is None or not execution.is_hashed:
-            return
-        execution.hash(b"", self.window)
-        # The last sampled token has no row.
-        num_processed = len(prompt.token_ids) + finished.num_generated_tokens - 1
-        home = SessionHome(decoder, num_processed)
-        self._homes.put(prompt.tenant_salt, prompt.session_id, home, execution.hashes)
-
-    def _waste(self, reason: Waste, route: _Placement) -> None:
+    def _waste(self, reason: Waste, route: Placement) -> None:
         if self._on_waste is not None and route.num_computed:
             self._on_waste(reason, route.num_computed)
 
-    def _error_tokens(self, route: _Placement) -> int | None:
-        return None if route.hit_error is None else route.hit_error * self.window
-
-    def _may_retry(self, error: RipresaError, route: _Placement, avoid: set[str]) -> bool:
+    def _may_retry(self, error: RipresaError, route: Placement, avoid: set[str]) -> bool:
         """Whether another execution may do what this one did not."""
         if isinstance(error, _PrefillFailed):
             return True
         if isinstance(error, Unreachable):
-            self._lost(route.decoder)
+            self._routes.lost(route.decoder)
         avoid.add(route.decoder)
         if error.code is ErrorCode.UNAVAILABLE:
             return True
@@ -364,12 +216,8 @@ class ClusterRouter:
             w.kind is WorkerKind.DECODE and w.worker_id not in avoid for w in self._view.workers()
         )
 
-    def _lost(self, worker_id: str) -> None:
-        self._view.lost(worker_id)
-        self._hints.lost(worker_id)
-
     async def _execute(
-        self, execution: Execution, route: _Placement, avoid: set[str]
+        self, execution: Execution, route: Placement, avoid: set[str]
     ) -> AsyncGenerator[EngineEvent]:
         """One execution's events; a failure of it is raised."""
         is_local = route.encoder is None
@@ -382,7 +230,7 @@ class ClusterRouter:
         is_ours = True
         self._running[request.request_id] = route.decoder
         num_rows = request.num_tokens - route.computing.hit.start if is_local else self.window
-        with self._pending.counted(route.decoder, num_rows) as prefilled:
+        with self._routes.pending.counted(route.decoder, num_rows) as prefilled:
             try:
                 stream.start(self._decode(execution, route, request, stream))
                 stream.start(self._raise_when_gone(route.decoder))
@@ -411,9 +259,8 @@ class ClusterRouter:
                 self._running.pop(request.request_id, None)
                 if is_ours:
                     self._outdate(request.request_id, execution.next_generation)
-                if route.hints.leads and not stream.has_state:
-                    # Its worker may never have heard of the request.
-                    self._hints.release(route.hints.hashes, execution.claim)
+                if not stream.has_state:
+                    self._routes.give_up(execution, route)
                 await stream.close()
 
     def _outdate(self, request_id: str, next_generation: int) -> None:
@@ -426,7 +273,7 @@ class ClusterRouter:
     async def _decode(
         self,
         execution: Execution,
-        route: _Placement,
+        route: Placement,
         request: GenerationRequest,
         stream: EventStream,
     ) -> None:
@@ -439,20 +286,11 @@ class ClusterRouter:
                 if isinstance(event, Reserved | RecipeFixed | PrefillDone):
                     execution.fix(event.recipe)
                 if (isinstance(event, Reserved) and local) or isinstance(event, RecipeFixed):
-                    self._admitted(execution, route, event.prefix)
+                    self._routes.admitted(execution, route, event.prefix)
                 stream.put(event)
                 if isinstance(event, Finished):
                     return
         raise Unreachable(f"decode worker {route.decoder} ended the stream early")
-
-    def _admitted(self, execution: Execution, route: _Placement, outcome: PrefixOutcome) -> None:
-        """The computing worker says what it found: note it, and correct the directory."""
-        route.outcome = route.log.outcome = outcome
-        if route.hints.lookup is None or execution.recipe is None:
-            return
-        route.hit_error = self._hints.admitted(
-            route.hints.hashes, route.computing, execution.recipe, outcome
-        )
 
     async def _first_word(self, stream: EventStream, decoder: str) -> EngineEvent:
         try:
@@ -466,7 +304,7 @@ class ClusterRouter:
         raise Unreachable(f"worker {worker_id} does not report any more")
 
     async def _prefill(
-        self, execution: Execution, route: _Placement, avoid: set[str], stream: EventStream
+        self, execution: Execution, route: Placement, avoid: set[str], stream: EventStream
     ) -> None:
         """Prefill on one encoder after another until one succeeds.
 
@@ -477,7 +315,7 @@ class ClusterRouter:
             encoder = route.computing.computing
             try:
                 num_rows = execution.num_tokens - route.computing.hit.start
-                with self._pending.counted(encoder, num_rows):
+                with self._routes.pending.counted(encoder, num_rows):
                     await self._prefill_once(execution, route)
                 return
             except RipresaError as error:
@@ -490,40 +328,13 @@ class ClusterRouter:
                 logger.warning("encoder %s did not prefill: %s", encoder, error)
                 avoid.add(encoder)
                 if isinstance(error, Unreachable):
-                    self._lost(encoder)
-                self._take_over(execution, route, avoid, error)
+                    self._routes.lost(encoder)
+                try:
+                    self._routes.take_over(execution, route, avoid)
+                except Unavailable:
+                    raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
 
-    def _take_over(
-        self, execution: Execution, route: _Placement, avoid: set[str], error: RipresaError
-    ) -> None:
-        """Let another encoder go on, from what the decode worker has received too.
-
-        Raises:
-            Unavailable: there is none.
-        """
-        decoder = WorkerAddress(route.decoder, WorkerKind.DECODE)
-        num_blocks = execution.num_tokens // self.window
-        mode = execution.prompt.cache.mode
-        query = RouteQuery(
-            self._hints.geometry,
-            execution.num_tokens,
-            route.hints.hashes,
-            mode,
-            self._hints.interval(mode),
-            execution.prompt.tail,
-            route.hints.lookup,
-            Leader(execution.prompt.request_id, decoder, 0, num_blocks),
-            recipe=execution.recipe,
-            avoid=avoid,
-            decoder=route.decoder,
-        )
-        try:
-            route.computing = self._plan_now(query).chosen
-        except Unavailable:
-            raise _PrefillFailed(f"no encoder could prefill the prompt: {error}") from error
-        route.log.encoders.append(route.computing.computing)
-
-    async def _prefill_once(self, execution: Execution, route: _Placement) -> None:
+    async def _prefill_once(self, execution: Execution, route: Placement) -> None:
         encoder = route.computing.computing
         request = execution.next_request(route.computing.sources, leads=route.hints.leads)
         call = asyncio.create_task(

@@ -1,0 +1,240 @@
+"""Where does the next execution of a request run? From hints and loads to a plan, and back.
+
+hashes ─▶ directory ─▶ planner ─▶ Placement ─▶ workers ─▶ what they found ─▶ receipts, log
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.pending_work import PendingWork
+from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest
+from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, plan_route
+from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints
+from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
+from ripresa.cluster.routing.session_homes import SessionHomes
+from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
+from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.errors import Unavailable
+from ripresa.workers.prefix_sources import PrefixOutcome
+from ripresa.workers.report import WorkerReport
+from ripresa.workers.request import Finished
+
+MAX_HASHED_ON_LOOP = 8192
+"""Tokens that are hashed on the event loop; more of them would delay other streams."""
+
+
+class WorkerView(Protocol):
+    """What this gateway knows about workers."""
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        """The newest reports, without those that were found dead since."""
+
+    def age_s(self, worker_id: str) -> float:
+        """Seconds for which the worker's newest report has been known."""
+
+    async def refresh(self) -> None:
+        """Ask again, after what was known led nowhere."""
+
+    async def gone(self, worker_id: str) -> None:
+        """Returns once the worker's reports have stopped: it died or hangs."""
+
+    def lost(self, worker_id: str) -> None:
+        """A call found this worker gone; it is not listed again for a while."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where one execution runs, and by which hints.
+
+    Attributes:
+        window: W, tokens in a block.
+        computing: the route whose worker computes the encoder rows; another encoder may take over.
+        outcome: what that worker brought and held; None until it said so.
+        hit_error: blocks that were planned to be held and were not; negative if more were.
+        num_computed: prompt tokens whose rows are known to be computed.
+    """
+
+    plan: RoutePlan
+    window: int
+    hints: Hints
+    log: PlannedExecution
+    computing: Candidate
+    outcome: PrefixOutcome | None = None
+    hit_error: int | None = None
+    num_computed: int = 0
+
+    @property
+    def decoder(self) -> str:
+        return self.plan.decoder
+
+    @property
+    def encoder(self) -> str | None:
+        return self.plan.encoder
+
+    @property
+    def hit_error_tokens(self) -> int | None:
+        """`hit_error` in tokens."""
+        return None if self.hit_error is None else self.hit_error * self.window
+
+
+class RouteFinder:
+    """Plans for one gateway's requests, and keeps what later plans need.
+
+    Args:
+        view: which workers there are.
+        hints: what the prefix directory knows.
+        settings: how routes are compared.
+
+    Attributes:
+        pending: what was sent to workers.
+        log: the newest plans.
+        window: W, tokens in a block.
+    """
+
+    def __init__(self, view: WorkerView, hints: PrefixHints, settings: PlannerSettings) -> None:
+        self._view = view
+        self._hints = hints
+        self._settings = settings
+        self.pending = PendingWork()
+        self.log = PlanLog(settings.log_plans)
+        self.window = hints.geometry.window
+        self._homes = SessionHomes(self.window)
+
+    async def place(
+        self,
+        execution: Execution,
+        avoid: set[str],
+        log: PlannedRequest,
+        gone: str | None,
+        *,
+        follows: bool,
+    ) -> Placement:
+        """Plan the next execution by what the directory and the workers say."""
+        prompt = execution.prompt
+        if not self._view.workers():
+            await self._view.refresh()
+        await self._hash(execution)
+        geometry = self._hints.geometry
+        below_cap = execution.num_tokens - geometry.window - geometry.rewind
+        follows = follows and execution.recipe is None
+        num_reusable = max(0, below_cap) // geometry.window if follows else 0
+        hints = await self._hints.ask(
+            execution.hashes, execution.claim, prompt.cache, num_reusable, gone
+        )
+        mode = prompt.cache.mode
+        query = RouteQuery(
+            self._hints.geometry,
+            execution.num_tokens,
+            hints.hashes,
+            mode,
+            self._hints.interval(mode),
+            prompt.tail,
+            hints.lookup,
+            hints.leader,
+            self._home(execution),
+            execution.recipe,
+            avoid,
+        )
+        try:
+            plan = await self._plan(query)
+        except BaseException:
+            if hints.leads:
+                self._hints.release(hints.hashes, execution.claim)
+            raise
+        leader = plan.chosen.sources.leader
+        entry = PlannedExecution(plan, hints.why, None if leader is None else leader.request_id)
+        log.executions.append(entry)
+        return Placement(plan, self.window, hints, entry, plan.chosen)
+
+    def take_over(self, execution: Execution, route: Placement, avoid: set[str]) -> None:
+        """Let another encoder go on, from what the decode worker has received too.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        decoder = WorkerAddress(route.decoder, WorkerKind.DECODE)
+        num_blocks = execution.num_tokens // self.window
+        mode = execution.prompt.cache.mode
+        query = RouteQuery(
+            self._hints.geometry,
+            execution.num_tokens,
+            route.hints.hashes,
+            mode,
+            self._hints.interval(mode),
+            execution.prompt.tail,
+            route.hints.lookup,
+            Leader(execution.prompt.request_id, decoder, 0, num_blocks),
+            recipe=execution.recipe,
+            avoid=avoid,
+            decoder=route.decoder,
+        )
+        route.computing = self._plan_now(query).chosen
+        route.log.encoders.append(route.computing.computing)
+
+    def admitted(self, execution: Execution, route: Placement, outcome: PrefixOutcome) -> None:
+        """The computing worker says what it found: note it, and correct the directory."""
+        route.outcome = route.log.outcome = outcome
+        if route.hints.lookup is None or execution.recipe is None:
+            return
+        route.hit_error = self._hints.admitted(
+            route.hints.hashes, route.computing, execution.recipe, outcome
+        )
+
+    def remember(self, execution: Execution, decoder: str, finished: Finished) -> None:
+        prompt = execution.prompt
+        if prompt.session_id is None or not execution.is_hashed:
+            return
+        execution.hash(b"", self.window)
+        # The last sampled token has no row.
+        num_processed = len(prompt.token_ids) + finished.num_generated_tokens - 1
+        home = SessionHome(decoder, num_processed)
+        self._homes.put(prompt.tenant_salt, prompt.session_id, home, execution.hashes)
+
+    def give_up(self, execution: Execution, route: Placement) -> None:
+        """Nobody computes what the request claimed: its worker may never have heard of it."""
+        if route.hints.leads:
+            self._hints.release(route.hints.hashes, execution.claim)
+
+    def lost(self, worker_id: str) -> None:
+        """A call found this worker gone."""
+        self._view.lost(worker_id)
+        self._hints.lost(worker_id)
+
+    async def _plan(self, query: RouteQuery) -> RoutePlan:
+        try:
+            return self._plan_now(query)
+        except Unavailable:
+            await self._view.refresh()
+            return self._plan_now(query)
+
+    def _plan_now(self, query: RouteQuery) -> RoutePlan:
+        pending = self.pending
+        loads = worker_loads(
+            self._view.workers(),
+            pending.rows,
+            pending.requests,
+            self._settings,
+            self._view.age_s,
+        )
+        return plan_route(query, loads, self._settings)
+
+    async def _hash(self, execution: Execution) -> None:
+        """Name the request's blocks as its workers do."""
+        if not execution.prompt.cache.reads and not execution.prompt.cache.writes:
+            return
+        digest = next((w.layout_digest for w in self._view.workers()), b"")
+        if execution.is_hashed or execution.num_tokens <= MAX_HASHED_ON_LOOP:
+            execution.hash(digest, self.window)
+        else:
+            await asyncio.to_thread(execution.hash, digest, self.window)
+
+    def _home(self, execution: Execution) -> SessionHome | None:
+        """Where the prompt's session was served last, if it may go on from there."""
+        prompt = execution.prompt
+        if not prompt.cache.resumes or not prompt.cache.reads:
+            return None
+        return self._homes.find(prompt.tenant_salt, prompt.session_id, execution.hashes)
