@@ -159,6 +159,10 @@ class TransferSettings:
         chunk_timeout_s: longest wait for one piece, in seconds; a dead peer costs one of these.
         max_lanes: open lanes a worker and direction.
         max_section_blocks: most KV blocks that an encoder worker sends in one section.
+        hand_over_window_blocks: an encoder window is handed over every so many blocks, for another
+            encoder worker to go on from.
+        max_tail_bytes: encoder output that a worker holds for requests that are handed over; tails
+            exact and full need much.
         hand_over_timeout_s: how long a decode worker keeps the pages of a request whose state
             does not arrive, in seconds.
     """
@@ -168,6 +172,8 @@ class TransferSettings:
     chunk_timeout_s: float = setting(2.0, at_least=0.1, at_most=60)
     max_lanes: int = setting(16, at_least=1)
     max_section_blocks: int = setting(16, at_least=1)
+    hand_over_window_blocks: int = setting(32, at_least=1)
+    max_tail_bytes: int = setting(256 << 20, at_least=1)
     hand_over_timeout_s: float = setting(60.0, at_least=1)
 
 
@@ -316,6 +322,8 @@ class ClusterConfig:
             disk=self.disk,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,
+                hand_over_window_blocks=self.transfer.hand_over_window_blocks,
+                max_tail_bytes=self.transfer.max_tail_bytes,
                 hand_over_timeout_s=self.transfer.hand_over_timeout_s,
             ),
         )

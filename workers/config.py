@@ -127,6 +127,9 @@ class TransferConfig:
 
     Attributes:
         max_section_blocks: most KV blocks that an encoder worker sends in one section.
+        hand_over_window_blocks: a window is handed over every so many blocks, for another encoder
+            worker to go on from.
+        max_tail_bytes: encoder output that a worker holds for requests that are handed over.
         hand_over_timeout_s: how long a decode worker keeps the pages of a request for which no
             transfer is under way, in seconds.
         pull_timeout_s: longest time in which nothing comes of what is pulled from a peer's cache,
@@ -136,6 +139,8 @@ class TransferConfig:
     """
 
     max_section_blocks: int = 16
+    hand_over_window_blocks: int = 32
+    max_tail_bytes: int = 256 << 20
     hand_over_timeout_s: float = 60.0
     pull_timeout_s: float = 2.0
     follow_timeout_s: float = 10.0
@@ -147,6 +152,8 @@ class TransferConfig:
                 "engine.transfer.max_section_blocks", f"{self.max_section_blocks} is below 1"
             )
         for name in (
+            "hand_over_window_blocks",
+            "max_tail_bytes",
             "hand_over_timeout_s",
             "pull_timeout_s",
             "follow_timeout_s",

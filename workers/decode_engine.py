@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -46,8 +46,15 @@ class _Stream:
         self.events: asyncio.Queue[EngineEvent] = asyncio.Queue()
         self.inbound: InboundHandOver | None = None
 
-    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+    def on_progress(
+        self,
+        progress: Progress,
+        encoder_output: EncoderOutput | None,
+        windows: Mapping[int, torch.Tensor],
+    ) -> None:
         if progress.is_prefill_done:
+            if self.inbound is not None:
+                self.inbound.release_rows()
             self.events.put_nowait(PrefillDone(progress.sequence.recipe))
         if progress.token is not None and progress.token_position is not None:
             logprobs = () if progress.logprobs is None else (progress.logprobs,)
@@ -68,13 +75,9 @@ class _Stream:
         self.events.put_nowait(Failed(error))
 
     def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
-        output = None if self.inbound is None else self.inbound.encoder_output
-        if output is None or not output.start <= start < stop <= output.stop:
-            raise RipresaError(
-                ErrorCode.INTERNAL, f"encoder output of rows [{start}, {stop}) was not handed over"
-            )
-        rows = slice(start - output.start, stop - output.start)
-        return EncoderOutput(start, output.hidden[rows], output.pre_mix[rows])
+        if self.inbound is None:
+            raise RipresaError(ErrorCode.INTERNAL, "nothing was handed over")
+        return self.inbound.rows(start, stop)
 
 
 class DecodeEngine:
@@ -219,8 +222,9 @@ class DecodeEngine:
             )
         if inbound is not None and inbound.is_open:
             inbound.move(TransferState.FAILED)
-        num_blocks = request.num_tokens // self._runner.window
-        stream.inbound = InboundHandOver(manifest, num_blocks, num_held)
+        window = self._runner.window
+        num_blocks = request.num_tokens // window
+        stream.inbound = InboundHandOver(manifest, num_blocks, num_held, window)
         # From here to `complete` or `fail` the transfer layer watches the sender.
         self._core.wait_at_most(job, None)
         return num_held
@@ -233,11 +237,17 @@ class DecodeEngine:
         _, _, inbound = self._arriving(manifest)
         if not inbound.has(section):
             inbound.check(section)
-        if section.kind is SectionKind.BLOCKS:
-            return self._runner.block_bytes(section.last_block - section.first_block)
-        return self._runner.state_bytes(
-            manifest.num_tokens, manifest.recipe.decoder_start, _sends_source_window(manifest)
-        )
+        match section.kind:
+            case SectionKind.BLOCKS:
+                return self._runner.block_bytes(section.last_block - section.first_block)
+            case SectionKind.WINDOW:
+                return self._runner.window_bytes
+            case SectionKind.ROWS:
+                return self._runner.rows_bytes(self._runner.window)
+            case SectionKind.STATE:
+                return self._runner.state_bytes(
+                    manifest.num_tokens, inbound.state_rows_start, _sends_source_window(manifest)
+                )
 
     def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
         """Store a payload (uint8 [num_bytes]); a repeated section is ignored.
@@ -256,18 +266,25 @@ class DecodeEngine:
             )
         pages = job.sequence.pages
         output = None
-        if section.kind is SectionKind.BLOCKS:
-            block_ids = pages.blocks[section.first_block : section.last_block]
-            self._runner.import_blocks(block_ids, payload)
-        else:
-            output = self._runner.import_state(
-                pages.slot,
-                pages.blocks,
-                manifest.num_tokens,
-                manifest.recipe.decoder_start,
-                _sends_source_window(manifest),
-                payload,
-            )
+        window = self._runner.window
+        match section.kind:
+            case SectionKind.BLOCKS:
+                block_ids = pages.blocks[section.first_block : section.last_block]
+                self._runner.import_blocks(block_ids, payload)
+            case SectionKind.WINDOW:
+                self._core.window_arrived(job, section.last_block, payload)
+            case SectionKind.ROWS:
+                start = manifest.recipe.decoder_start + section.first_block * window
+                output = self._runner.import_rows(start, window, payload)
+            case SectionKind.STATE:
+                output = self._runner.import_state(
+                    pages.slot,
+                    pages.blocks,
+                    manifest.num_tokens,
+                    inbound.state_rows_start,
+                    _sends_source_window(manifest),
+                    payload,
+                )
         inbound.stored(section, output)
         if section.kind is SectionKind.BLOCKS:
             self._core.arrived(job, section.last_block)
@@ -287,7 +304,7 @@ class DecodeEngine:
         ):
             return
         job, _, inbound = self._arriving(manifest)
-        if inbound.encoder_output is None:
+        if not inbound.has_state:
             raise _refused("it is complete without its state section")
         inbound.move(TransferState.COMPLETE)
         self._core.begin(job)

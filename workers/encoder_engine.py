@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.hand_over import num_row_sections
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
 from ripresa.workers.prefix_exchange import PrefixExchange
@@ -37,18 +38,41 @@ from ripresa.workers.transfer.base import (
     TransferBackend,
 )
 
+_MAX_WINDOWS = 4
+"""Windows that wait for a slow receiver."""
+
 
 class _Prompt:
-    """How far a prompt is computed, for the task that sends it."""
+    """How far a prompt is computed, for the task that sends it.
 
-    def __init__(self) -> None:
+    Args:
+        window_period: windows at its multiples are handed over.
+
+    Attributes:
+        position: rows below it are computed.
+    """
+
+    def __init__(self, window_period: int) -> None:
         self.position = 0
         self.is_done = False
+        self._windows: dict[int, torch.Tensor] = {}
+        self._window_period = window_period
         self.scope = asyncio.timeout(None)
         self._outputs: list[EncoderOutput] = []
         self._moved = asyncio.Event()
 
-    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
+    def on_progress(
+        self,
+        progress: Progress,
+        encoder_output: EncoderOutput | None,
+        windows: Mapping[int, torch.Tensor],
+    ) -> None:
+        for boundary, payload in windows.items():
+            if boundary % self._window_period == 0:
+                self._windows[boundary] = payload
+        while len(self._windows) > _MAX_WINDOWS:
+            # The first one may be sent soonest.
+            del self._windows[sorted(self._windows)[1]]
         if encoder_output is not None:
             self._outputs.append(encoder_output)
         self.position = progress.sequence.committed
@@ -62,19 +86,37 @@ class _Prompt:
     def inbound_rows(self, start: int, stop: int) -> EncoderOutput:
         raise RipresaError(ErrorCode.INTERNAL, "an encoder worker receives no encoder output")
 
-    async def beyond(self, position: int) -> None:
-        """Return once rows beyond `position`, or all rows, are computed."""
-        while self.position <= position and not self.is_done:
-            self._moved.clear()
-            await self._moved.wait()
+    async def moved(self) -> None:
+        """Wait for the next step."""
+        self._moved.clear()
+        await self._moved.wait()
 
-    def tail_output(self) -> EncoderOutput:
-        """The encoder output of all tail rows, in order."""
-        return EncoderOutput(
-            start=self._outputs[0].start,
-            hidden=torch.cat([output.hidden for output in self._outputs]),
-            pre_mix=torch.cat([output.pre_mix for output in self._outputs]),
-        )
+    def take_window(self, stop: int) -> tuple[int, torch.Tensor] | None:
+        """The newest window to hand over at or below `stop`, and its boundary; it and those before
+        it are forgotten."""
+        ready = sorted(boundary for boundary in self._windows if boundary <= stop)
+        payloads = [self._windows.pop(boundary) for boundary in ready]
+        return (ready[-1], payloads[-1]) if ready else None
+
+    @property
+    def num_rows(self) -> int:
+        """Tail rows that are computed and not taken yet."""
+        return sum(output.stop - output.start for output in self._outputs)
+
+    def take_rows(self, num_rows: int) -> EncoderOutput:
+        """The encoder output of the next tail rows, in order; it is forgotten here."""
+        start = self._outputs[0].start
+        parts: list[EncoderOutput] = []
+        while num_rows:
+            output = self._outputs.pop(0)
+            count = min(num_rows, output.stop - output.start)
+            parts.append(EncoderOutput(output.start, output.hidden[:count], output.pre_mix[:count]))
+            if count < output.stop - output.start:
+                rest = (output.hidden[count:], output.pre_mix[count:])
+                self._outputs.insert(0, EncoderOutput(output.start + count, *rest))
+            num_rows -= count
+        hidden = torch.cat([part.hidden for part in parts])
+        return EncoderOutput(start, hidden, torch.cat([part.pre_mix for part in parts]))
 
 
 class EncoderEngine:
@@ -104,6 +146,7 @@ class EncoderEngine:
         self._runner = runner
         self._backend = backend
         self._max_section_blocks = config.transfer.max_section_blocks
+        self._window_period = config.transfer.hand_over_window_blocks * runner.window
         self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock, listener, peers)
 
     async def start(self) -> None:
@@ -124,7 +167,7 @@ class EncoderEngine:
             RipresaError: see `EngineCore.admit`; CANCELLED or DEADLINE_EXCEEDED; INTERNAL (a step
                 failed); or what the transfer raised. The receiver was told in every case.
         """
-        prompt = _Prompt()
+        prompt = _Prompt(self._window_period)
         job = await self._core.admit(request, prompt)
         prompt.position = job.sequence.committed
         try:
@@ -178,7 +221,7 @@ class EncoderEngine:
         transfer = await self._backend.offer(decoder, manifest)
         try:
             self._core.begin(job)
-            num_sections = await self._send_blocks(job, prompt, transfer)
+            num_sections = await self._send_parts(job, prompt, transfer)
             await self._send_state(job, prompt, transfer, num_sections)
             await transfer.complete()
         except BaseException as error:
@@ -189,24 +232,36 @@ class EncoderEngine:
             self._core.count_transfer(transfer.num_bytes_sent)
         return replace(job.sequence.counters, transfer_bytes=transfer.num_bytes_sent)
 
-    async def _send_blocks(self, job: Job, prompt: _Prompt, transfer: OutboundTransfer) -> int:
-        """Send the whole blocks that the receiver lacks, in order, as they are finished.
+    async def _send_parts(self, job: Job, prompt: _Prompt, transfer: OutboundTransfer) -> int:
+        """Send the whole blocks that the receiver lacks, now and then a window, and all tail rows
+        but the last W, each in order, as they are finished.
 
         Returns the sections sent.
         """
-        window = self._runner.window
-        num_blocks = job.request.num_tokens // window
-        sent = transfer.first_block
-        index = 0
-        while sent < num_blocks:
-            await prompt.beyond((sent + 1) * window - 1)
+        window, request = self._runner.window, job.request
+        num_blocks = request.num_tokens // window
+        num_rows = num_row_sections(job.sequence.recipe, request.num_tokens, window)
+        sent, rows, index = transfer.first_block, 0, 0
+        while sent < num_blocks or rows < num_rows:
             stop = min(prompt.position // window, num_blocks, sent + self._max_section_blocks)
-            payload = await self._core.in_step_thread(
-                job, self._runner.export_blocks, job.sequence.pages.blocks[sent:stop]
-            )
-            section = Section(index, SectionKind.BLOCKS, sent, stop, payload.numel())
+            cut = prompt.take_window(sent * window)
+            if cut is not None:
+                number, payload = cut[0] // window, cut[1]
+                section = Section(index, SectionKind.WINDOW, number - 1, number, payload.numel())
+            elif stop > sent:
+                payload = await self._core.in_step_thread(
+                    job, self._runner.export_blocks, job.sequence.pages.blocks[sent:stop]
+                )
+                section = Section(index, SectionKind.BLOCKS, sent, stop, payload.numel())
+                sent = stop
+            elif rows < num_rows and prompt.num_rows >= window:
+                payload = self._runner.export_rows(prompt.take_rows(window))
+                section = Section(index, SectionKind.ROWS, rows, rows + 1, payload.numel())
+                rows += 1
+            else:
+                await prompt.moved()
+                continue
             await transfer.send(section, payload)
-            sent = stop
             index += 1
         return index
 
@@ -214,14 +269,15 @@ class EncoderEngine:
         self, job: Job, prompt: _Prompt, transfer: OutboundTransfer, index: int
     ) -> None:
         request = job.request
-        await prompt.beyond(request.num_tokens)
+        while not prompt.is_done:
+            await prompt.moved()
         payload = await self._core.in_step_thread(
             job,
             self._runner.export_state,
             job.sequence.pages.slot,
             job.sequence.pages.blocks,
             request.num_tokens,
-            prompt.tail_output(),
+            prompt.take_rows(prompt.num_rows),
             job.sequence.recipe.tail is TailVariant.LAYER_EXACT,
         )
         await transfer.send(Section(index, SectionKind.STATE, 0, 0, payload.numel()), payload)

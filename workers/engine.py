@@ -50,6 +50,7 @@ from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerL
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.scheduling.step_rates import StepRates
 from ripresa.workers.sequence import Sequence, SequenceStatus
+from ripresa.workers.tail_budget import TailBudget
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,11 @@ class EngineCore:
             places=() if self._disk is None else (self._disk,),
         )
         self._role = role
+        self._tails = TailBudget(
+            config.transfer.max_tail_bytes, runner.rows_bytes(1), runner.geometry
+        )
+        period = config.transfer.hand_over_window_blocks * runner.window
+        self._window_period = period if role is WorkerRole.ENCODER else None
         self._scheduler = Scheduler(role, self._pages, limits)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
         self._by_slot: dict[int, Job] = {}
@@ -183,13 +189,19 @@ class EngineCore:
         async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
             await self._make_way(request, hold)
             _check_leader(request, hold.outcome)
+            is_handed_over = is_inbound or self._role is WorkerRole.ENCODER
+            tail_bytes = self._tails.take(request) if is_handed_over else 0
             try:
-                sequence = self._add(request, prefix, is_inbound)
-            except ResourceExhausted:
-                # What was brought in vain may hold the pages that are missing.
-                hold.let_go()
-                sequence = self._add(request, prefix, is_inbound)
-        job = Job(sequence, prefix, listener, hold.outcome)
+                try:
+                    sequence = self._add(request, prefix, is_inbound)
+                except ResourceExhausted:
+                    # What was brought in vain may hold the pages that are missing.
+                    hold.let_go()
+                    sequence = self._add(request, prefix, is_inbound)
+            except BaseException:
+                self._tails.give_back(tail_bytes)
+                raise
+        job = Job(sequence, prefix, listener, hold.outcome, tail_bytes)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
         if request.claim is not None and not is_inbound and prefix.hashes:
@@ -259,6 +271,10 @@ class EngineCore:
         job.sequence.committed = num_blocks * self._runner.window
         self._publish(job)
 
+    def window_arrived(self, job: Job, num_blocks: int, payload: torch.Tensor) -> None:
+        """The window at the end of a waiting request's first `num_blocks` blocks has arrived."""
+        job.prefix.keep_handed_over(job.sequence, num_blocks * self._runner.window, payload)
+
     def fix(self, job: Job, recipe: Recipe) -> int:
         """Follow the recipe that the sender of a waiting request's state has fixed.
 
@@ -301,6 +317,7 @@ class EngineCore:
         was_parked = job.sequence.status is SequenceStatus.PARKED
         self._scheduler.remove(job.sequence)
         job.prefix.forget_preempted()
+        self._release_tail(job)
         if was_parked:
             self._forget(job)
         job.notify()
@@ -425,6 +442,8 @@ class EngineCore:
         """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
         self._scheduler.check_integrity()
         self._prefixes.windows.check_integrity()
+        if self._tails.held_bytes != sum(job.tail_bytes for job in self._by_id.values()):
+            raise RipresaError(ErrorCode.INTERNAL, "bytes are set aside for tails of no request")
         self.exchange.check_integrity()
         num_current = 0
         for slot, job in self._by_slot.items():
@@ -461,6 +480,10 @@ class EngineCore:
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
+
+    def _release_tail(self, job: Job) -> None:
+        self._tails.give_back(job.tail_bytes)
+        job.tail_bytes = 0
 
     def _make_room(self) -> None:
         """Let the youngest requests park until all others have the pages of their next row."""
@@ -501,7 +524,7 @@ class EngineCore:
         for step in plan.sequences:
             job = self._by_slot[step.slot]
             rows = (step.encoder_start, step.encoder_stop)
-            cut = job.prefix.windows_to_cut(job.sequence, *rows)
+            cut = job.prefix.windows_to_cut(job.sequence, *rows, self._window_period)
             steps.append(replace(step, cut_windows=cut) if cut else step)
         return StepPlan(plan.step, tuple(steps))
 
@@ -557,13 +580,15 @@ class EngineCore:
         job.prefix.keep_windows(job.sequence, cut, is_turn_over=is_over)
         if progress.is_prefill_done:
             self._finish_claim(job)
+            if self._role is WorkerRole.DECODE:
+                self._release_tail(job)
         if progress.finish is not None:
             if job.prefix.parks:
                 pages, num_tokens = job.sequence.pages, job.sequence.committed
                 payload = self._runner.export_image(pages.slot, pages.blocks, num_tokens)
                 job.prefix.park(job.sequence, payload)
             self.retire(job)
-        job.listener.on_progress(progress, output.encoder_output.get(slot))
+        job.listener.on_progress(progress, output.encoder_output.get(slot), cut)
 
     def _publish(self, job: Job) -> None:
         """Let others find what is committed, here and in later lives of the worker."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
+
+import torch
 
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.models.base import EncoderOutput
@@ -17,8 +20,18 @@ from ripresa.workers.sequence import Sequence, SequenceStatus
 class Listener(Protocol):
     """A request's owner. Called on the event loop, between steps; must not raise."""
 
-    def on_progress(self, progress: Progress, encoder_output: EncoderOutput | None) -> None:
-        """A step computed rows of the request; `encoder_output` is what was to leave it."""
+    def on_progress(
+        self,
+        progress: Progress,
+        encoder_output: EncoderOutput | None,
+        windows: Mapping[int, torch.Tensor],
+    ) -> None:
+        """A step computed rows of the request.
+
+        Args:
+            encoder_output: what was to leave it.
+            windows: encoder windows that it cut, by boundary.
+        """
 
     def on_failed(self, error: RipresaError) -> None:
         """The request is over; called at most once, and never after its last progress."""
@@ -37,6 +50,7 @@ class Job:
         outcome: what was brought for it before it was admitted.
         released: set once its pages are free.
         error: why it failed, if it did.
+        tail_bytes: set aside for its encoder output.
         patience_until: engine clock in seconds until which a WAITING request may wait; None for
             as long as its deadline allows.
     """
@@ -50,6 +64,7 @@ class Job:
         "prefix",
         "released",
         "sequence",
+        "tail_bytes",
     )
 
     def __init__(
@@ -58,6 +73,7 @@ class Job:
         prefix: RequestPrefix,
         listener: Listener,
         outcome: PrefixOutcome,
+        tail_bytes: int = 0,
     ) -> None:
         self.sequence = sequence
         self.prefix = prefix
@@ -66,6 +82,7 @@ class Job:
         self.error: RipresaError | None = None
         self.patience_until: float | None = None
         self.outcome = outcome
+        self.tail_bytes = tail_bytes
         self._moved = asyncio.Event()
 
     def notify(self) -> None:

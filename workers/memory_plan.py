@@ -42,7 +42,7 @@ class MemoryPlan:
         kv_pool, block_bytes, num_blocks: the pool and its blocks.
         rings, slot_bytes, num_slots: window rows and open pairs, by sequence.
         index_workspace: most that index scoring takes at once.
-        lane_buffers: most that hand-overs under way take.
+        lane_buffers: most that hand-overs under way take, tail rows included.
         load_extra: what loading the largest tensor takes beside what is kept.
         engram_tables: bytes of the n-gram tables as stored.
         engram_placement: where they lie, and so whose memory they take.
@@ -223,14 +223,15 @@ def _kept_states(half: Half, engine: EngineConfig) -> int:
 
 
 def _lane_buffers(half: Half, engine: EngineConfig, lanes: LaneConfig, layout: KVLayout) -> int:
-    """Payloads under way: a sender's by its budget, a receiver's one section a lane."""
+    """Payloads under way: a sender's by its budget, a receiver's one section a lane. And the tail
+    rows that wait to be sent, or for their tail to be computed."""
     if half is Half.ENCODER:
-        return lanes.max_bytes_in_flight
+        return lanes.max_bytes_in_flight + engine.transfer.max_tail_bytes
     window = layout.window
     blocks = engine.transfer.max_section_blocks * layout.block_bytes
     # The longest state: all but a whole block, an odd length, a whole window of output rows.
     state = layout.state_bytes(2 * window - 1, window - 1, source_window=True)
-    return lanes.max_lanes * max(blocks, state)
+    return lanes.max_lanes * max(blocks, state) + engine.transfer.max_tail_bytes
 
 
 def size(num_bytes: int) -> str:

@@ -286,6 +286,21 @@ class TorchModelRunner:
     def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int:
         return self.layout.state_bytes(num_tokens, output_start, source_window)
 
+    def rows_bytes(self, num_rows: int) -> int:
+        return num_rows * self.layout.output_row_bytes
+
+    def export_rows(self, output: EncoderOutput) -> torch.Tensor:
+        parts = (output.hidden, output.pre_mix)
+        return torch.cat([tensor.contiguous().view(torch.uint8).flatten() for tensor in parts])
+
+    def import_rows(self, start: int, num_rows: int, payload: torch.Tensor) -> EncoderOutput:
+        n, d = self.layout.streams, self.layout.hidden_size
+        # A copy: the payload is a staging buffer that the next section overwrites, and packed
+        # parts before the streams leave them at any byte.
+        values = payload.clone().view(torch.float32)
+        hidden, pre_mix = values.split((num_rows * n * d, num_rows * n))
+        return EncoderOutput(start, hidden.view(num_rows, n, d), pre_mix.view(num_rows, n))
+
     def export_state(
         self,
         slot: int,
@@ -297,9 +312,7 @@ class TorchModelRunner:
         if output.stop != num_tokens:
             raise InvalidArgument("output", f"ends at {output.stop}, the prompt at {num_tokens}")
         parts = self.cache.export_state(slot, block_table, num_tokens, output.start, source_window)
-        for tensor in (output.hidden, output.pre_mix):
-            parts.append(tensor.contiguous().view(torch.uint8).flatten())
-        return torch.cat(parts)
+        return torch.cat((*parts, self.export_rows(output)))
 
     def import_state(
         self,
@@ -313,12 +326,7 @@ class TorchModelRunner:
         rest = self.cache.import_state(
             slot, block_table, num_tokens, output_start, source_window, payload
         )
-        rows, n, d = num_tokens - output_start, self.layout.streams, self.layout.hidden_size
-        # A copy: the payload is a staging buffer that the next section overwrites, and its
-        # packed parts leave the streams at any byte.
-        values = rest.clone().view(torch.float32)
-        hidden, pre_mix = values.split((rows * n * d, rows * n))
-        return EncoderOutput(output_start, hidden.view(rows, n, d), pre_mix.view(rows, n))
+        return self.import_rows(output_start, num_tokens - output_start, rest)
 
     def import_window(self, slot: int, boundary: int, payload: torch.Tensor) -> None:
         self.cache.import_window(slot, boundary, payload)

@@ -110,6 +110,7 @@ class RequestPrefix:
         self._tenant = tenant_digest(request.tenant_salt)
         self._hashes = list(hasher.extend(request.token_ids))
         self._num_published = 0
+        self._handed_over: int | None = None
         self._last_windows: deque[tuple[int, torch.Tensor]] = deque(maxlen=NUM_LAST_WINDOWS)
 
     @property
@@ -304,15 +305,25 @@ class RequestPrefix:
         self._num_published = max(self._num_published, num_full)
         return published
 
-    def windows_to_cut(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
-        """Boundaries whose windows encoder rows [start, stop) should leave behind."""
+    def windows_to_cut(
+        self, sequence: Sequence, start: int, stop: int, period: int | None = None
+    ) -> tuple[int, ...]:
+        """Boundaries whose windows encoder rows [start, stop) should leave behind.
+
+        Args:
+            period: those at its multiples are handed over.
+        """
         if not self._request.cache.writes or start == stop:
             return ()
         first = max(start // self._window + 1, -(-self._native_from(sequence) // self._window) + 1)
         boundaries = (number * self._window for number in range(first, stop // self._window + 1))
         last = sequence.prefill_stop - NUM_LAST_WINDOWS * self._window
         return tuple(
-            x for x in boundaries if self._is_kept(sequence, x) or (self._keeps_any and x > last)
+            x
+            for x in boundaries
+            if self._is_kept(sequence, x)
+            or (self._keeps_any and x > last)
+            or (period is not None and x % period == 0)
         )
 
     def keep_windows(
@@ -327,6 +338,20 @@ class RequestPrefix:
             for boundary, payload in self._last_windows:
                 self._put(sequence, boundary, payload)
             self._last_windows.clear()
+
+    def keep_handed_over(self, sequence: Sequence, boundary: int, payload: torch.Tensor) -> None:
+        """Take the newest window of a prompt under way, in place of the one before.
+
+        If the sender dies, another one goes on from it.
+        """
+        if not self._request.cache.writes:
+            return
+        before, self._handed_over = self._handed_over, boundary
+        self._put(sequence, boundary, payload.detach().cpu().clone())
+        if before is not None and not self._is_kept(sequence, before):
+            number = before // self._window - 1
+            identity = block_identity(sequence.recipe, self._hashes, number, self._window)
+            self._cache.windows.drop(identity)
 
     def _put(self, sequence: Sequence, boundary: int, payload: torch.Tensor) -> None:
         number = boundary // self._window - 1
@@ -359,13 +384,10 @@ class RequestPrefix:
         if sequence.is_inbound and rows.stop <= sequence.prefill_stop:
             # The hit rule leaves more than one whole native window at the end of a prompt.
             return max(0, sequence.prefill_stop - self._window)
-        if rows.start == 0:
-            return 0
-        if recipe.kind is PlanKind.RESUME and rows.start == recipe.start:
+        if rows.start == 0 or rows.swa_floor < rows.start:
+            # They go on from a window, or from a parked state.
             return rows.start
         is_direct = (rows.start, rows.write_floor) == (recipe.start, recipe.write_floor)
-        if is_direct and recipe.kind in (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW):
-            return rows.start
         if is_direct and recipe.kind is PlanKind.REBUILD:
             return rows.write_floor
         return rows.start + self._window

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,12 @@ from ripresa.workers.peer_place import PeerPlace, missing_windows
 from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
 from ripresa.workers.prefix_place import PrefixPlace, WantedPrefix
 from ripresa.workers.prefix_pulls import PeerPulls
-from ripresa.workers.prefix_sources import LeaderSource, PrefixOutcome
+from ripresa.workers.prefix_sources import (
+    LeaderSource,
+    PrefixOutcome,
+    PrefixSources,
+    WindowSource,
+)
 from ripresa.workers.request import GenerationRequest
 
 
@@ -163,6 +169,7 @@ class PrefixSupply:
         self._peers = None if pulls is None else PeerPlace(pulls, config)
         self._places = (*places,) if self._peers is None else (*places, self._peers)
         self._follow_timeout_s = config.follow_timeout_s
+        self._window_period = config.hand_over_window_blocks
         self._arriving: dict[bytes, asyncio.Event] = {}
         self._holds: dict[str, PrefixHold] = {}
 
@@ -242,10 +249,15 @@ class PrefixSupply:
                     await self._peers.bring_windows(wanted, num_held, hold)
                 planned = max(planned, self._planned_to_follow(wanted, planned))
                 await self._follow(wanted, prefix, hold)
+                if self._peers is not None:
+                    wanted.sources = self._with_handed_over(wanted)
+                    num_held = len(prefix.held(wanted))
+                    await self._peers.bring_windows(wanted, num_held, hold)
         except TimeoutError:
             # Given up, or overdue: admission says so.
             return
         num_held = len(prefix.held(wanted))
+        wanted.sources = request.sources
         missing = missing_windows(wanted, len(wanted.hashes))
         hold.outcome = PrefixOutcome(
             num_planned=planned,
@@ -257,6 +269,20 @@ class PrefixSupply:
             missing_windows=tuple(w.boundary // wanted.window for w in missing),
             gone_at=self._gone_at(wanted, num_held),
         )
+
+    def _with_handed_over(self, wanted: WantedPrefix) -> PrefixSources:
+        """The sources, and the windows that a prefill which is taken over may have handed over."""
+        leader, recipe = wanted.sources.leader, wanted.recipe
+        if leader is None or recipe is None or leader.request_id != wanted.request_id:
+            return wanted.sources
+        period = self._window_period * wanted.window
+        first = (recipe.write_floor // period + 1) * period
+        boundaries = range(first, recipe.decoder_start + 1, period)
+        handed_over = (
+            WindowSource(leader.holder, recipe.restarts_below(boundary), boundary)
+            for boundary in boundaries
+        )
+        return replace(wanted.sources, windows=(*wanted.sources.windows, *handed_over))
 
     async def _complete(
         self,

@@ -86,16 +86,35 @@ def re_execution(
 ) -> PromptPlan:
     """Follow a recipe with what is held here, however little (replay rules, section 3).
 
+    It goes on from the blocks and the newest window of an execution that ended early.
+
     Args:
         num_tokens: prompt, and tokens that were streamed before.
         hashes: of the prompt's full blocks.
         blocks, windows: what is held.
     """
-    chain = held_chain(recipe, hashes[: recipe.write_floor // window], window, blocks)
+    needed = min(recipe.decoder_start, recipe.source_floor or recipe.decoder_start)
+    reach = max(recipe.write_floor, needed) // window
+    chain = held_chain(recipe, hashes[:reach], window, blocks)
     held, floor = len(chain) * window, recipe.write_floor
     direct = EncoderPass(recipe.start, num_tokens, recipe.swa_floor, floor)
     is_canonical = recipe.anchor_interval is not None
     restarts = recipe.restarts_below(num_tokens)
+    for boundary in range(held, floor, -window):
+        # Another execution got so far; no row below is needed any more.
+        if boundary in restarts:
+            rows = EncoderPass(boundary - window, num_tokens, boundary - window, held, boundary)
+            later = tuple(restart for restart in restarts if restart > boundary)
+            passes = encoder_passes(rows, later, window, is_canonical=True)
+            return PromptPlan(recipe, chain, passes)
+        source = chain[boundary // window - 1]
+        if source in windows:
+            rows = EncoderPass(boundary, num_tokens, boundary - window + 1, boundary)
+            later = tuple(restart for restart in restarts if restart > boundary)
+            passes = encoder_passes(rows, later, window, is_canonical=is_canonical)
+            return PromptPlan(recipe, chain[: boundary // window], passes, source)
+    chain = chain[: floor // window]
+    held = len(chain) * window
     if recipe.kind is PlanKind.REBUILD:
         # Its first rows, which a decoder half with tail full reads, are those of no native pass.
         before = (EncoderPass(0, floor, 0, held, floor),) if held < floor else ()

@@ -225,6 +225,18 @@ class HashMachine:
         rows = num_tokens % WINDOW + NUM_ENCODER_LAYERS * min(WINDOW, num_tokens) + 1 + source
         return 8 * (rows + num_tokens - output_start)
 
+    def rows_bytes(self, num_rows: int) -> int:
+        return 8 * num_rows
+
+    def export_rows(self, output: EncoderOutput) -> torch.Tensor:
+        rows = _unpack(output)
+        return _to_bytes([rows[position] for position in sorted(rows)])
+
+    def import_rows(self, start: int, num_rows: int, payload: torch.Tensor) -> EncoderOutput:
+        values = _from_bytes(payload)
+        assert len(values) == num_rows
+        return _pack(dict(enumerate(values, start)), start)
+
     def export_state(
         self,
         slot: int,

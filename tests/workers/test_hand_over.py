@@ -129,7 +129,7 @@ async def test_a_local_request_takes_no_transfer() -> None:
 
 
 def test_an_end_is_final() -> None:
-    hand_over = InboundHandOver(MANIFEST, 2, 0)
+    hand_over = InboundHandOver(MANIFEST, 2, 0, 8)
     hand_over.move(TransferState.FAILED)
     assert not hand_over.is_open
     with pytest.raises(RipresaError, match="cannot go from failed"):

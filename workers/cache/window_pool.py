@@ -103,6 +103,13 @@ class WindowPool:
         """Whether two prompts parted here, and no window has been kept since."""
         return identity in self._missed
 
+    def drop(self, identity: BlockIdentity) -> None:
+        """Forget a window. Idempotent."""
+        payload = self._held.pop(identity, None)
+        if payload is not None:
+            self._num_bytes -= payload.nbytes
+            self._listener.dropped(identity, HeldKind.WINDOW, Tier.HOST)
+
     def clear(self) -> None:
         """Forget every window."""
         for identity in self._held:

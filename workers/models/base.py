@@ -104,6 +104,15 @@ class ModelRunner(Protocol):
 
     def state_bytes(self, num_tokens: int, output_start: int, source_window: bool) -> int: ...
 
+    def rows_bytes(self, num_rows: int) -> int:
+        """Bytes of encoder output rows."""
+
+    def export_rows(self, output: EncoderOutput) -> torch.Tensor:
+        """Encoder output as uint8 [rows_bytes(...)]."""
+
+    def import_rows(self, start: int, num_rows: int, payload: torch.Tensor) -> EncoderOutput:
+        """What `export_rows` made, in memory of its own."""
+
     def export_state(
         self,
         slot: int,

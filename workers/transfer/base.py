@@ -49,11 +49,12 @@ TRANSITIONS: Mapping[TransferState, frozenset[TransferState]] = {
 
 
 class SectionKind(StrEnum):
-    """BLOCKS: whole KV blocks. WINDOW: one native encoder window. STATE: everything else of a
-    hand-over, once, last."""
+    """BLOCKS: whole KV blocks. WINDOW: one native encoder window. ROWS: encoder output of W tail
+    rows before the last ones. STATE: everything else of a hand-over, once, last."""
 
     BLOCKS = "blocks"
     WINDOW = "window"
+    ROWS = "rows"
     STATE = "state"
 
 
@@ -136,7 +137,8 @@ class Section:
 
     Attributes:
         first_block, last_block: for BLOCKS, the half-open range of block numbers; for WINDOW, the
-            block that it ends with, as a range; else (0, 0).
+            block that it ends with, as a range; for ROWS, the number of the W rows from the
+            recipe's `decoder_start` on, as a range; else (0, 0).
         num_bytes: payload size; the receiver refuses a size its own layout does not derive.
         producers: for BLOCKS of a pull, which kind of step made each block's last row.
     """

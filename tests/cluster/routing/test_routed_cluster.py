@@ -185,6 +185,40 @@ async def test_a_cancelled_leader_is_succeeded_once(encoders: int, decoders: int
     assert starts[1] >= 19 * WINDOW
 
 
+@pytest.mark.parametrize("mode", list(ReplayMode))
+async def test_a_prefill_is_taken_over_where_it_ended(mode: ReplayMode) -> None:
+    """The second encoder goes on from the blocks and the window that the decode worker has."""
+    config = replace(
+        WINDOWS,
+        max_batched_tokens=2 * WINDOW,
+        transfer=replace(CONFIG.transfer, hand_over_window_blocks=1, max_section_blocks=16),
+        anchor_interval=6 * WINDOW,
+    )
+    asked = ask(tokens_of(9, 40 * WINDOW + 3), "long", cache=CacheUse(mode))
+    hashes = hash_blocks(worker_context(b"hash machine", WINDOW, b""), asked.token_ids)
+    async with routed_cluster(2, 1, config=config) as cluster:
+        encoders = [cluster.workers_by_id[name] for name in ("e0", "e1")]
+        gates = [StepGate(worker.machine, 20) for worker in encoders]
+        windows = cluster.workers_by_id["d0"].engine._core._prefixes.windows
+        answer = asyncio.create_task(cluster.ask(asked))
+        reached = [asyncio.create_task(gate.reached.wait()) for gate in gates]
+        await asyncio.wait(reached, return_when=asyncio.FIRST_COMPLETED)
+        first = 0 if gates[0].reached.is_set() else 1
+        # Only the newest window is kept.
+        (newest,) = windows._held
+        boundary = (hashes.index(newest.hash) + 1) * WINDOW
+        for gate in gates:
+            gate.open()
+        await cluster.kill(f"e{first}")
+        answered = await answer
+        check_tokens(asked, answered)
+        for task in reached:
+            task.cancel()
+        restarts = answered.recipe.restarts_below(len(asked.token_ids))
+        most = len(asked.token_ids) - boundary + WINDOW * sum(r >= boundary for r in restarts)
+        assert encoders[1 - first].engine.stats().num_encoder_rows <= most
+
+
 async def test_tenants_share_nothing() -> None:
     tokens = tokens_of(6, 10 * WINDOW)
     async with routed_cluster(0, 3, config=WINDOWS) as cluster:
