@@ -188,7 +188,9 @@ class LaneConfig:
     Attributes:
         chunk_bytes: a section crosses a lane in pieces of this size.
         chunk_timeout_s: longest wait for one chunk; a dead or hung peer costs one of these.
-        open_timeout_s: longest wait for the peer's end of a new lane.
+        open_timeout_s: longest wait for the peer's end of a new lane. A `TCPStore` looks up the
+            name of each address it connects to, and the C library waits 5 s, twice, for a name
+            server that does not answer: below 10 s a lost datagram costs a lane.
         control_timeout_s: longest wait for the answer to a control message.
         idle_timeout_s: a receiver fails a transfer whose sender was silent for this long. Senders
             that have nothing to say send `KeepAlive` three times as often.
@@ -199,7 +201,7 @@ class LaneConfig:
 
     chunk_bytes: int = 4 * 1024 * 1024
     chunk_timeout_s: float = 2.0
-    open_timeout_s: float = 5.0
+    open_timeout_s: float = 12.0
     control_timeout_s: float = 5.0
     idle_timeout_s: float = 10.0
     max_lanes: int = 16

@@ -77,7 +77,8 @@ class LaneGroup:
         timeout = timedelta(seconds=timeout_s)
         self._lane_id = endpoint.lane_id
         self.rank = rank
-        # A client of its own: a store client serves one waiting call at a time.
+        # A client of its own: a store client serves one waiting call at a time. It asks the name
+        # server who the other end is before it says a word, see `LaneConfig.open_timeout_s`.
         self._store = _dist.TCPStore(*endpoint.address, timeout=timeout, wait_for_workers=False)
         # Handshake first: creating a communicator cannot be interrupted once its peer is gone.
         self._store.set(self._ready_key(rank), "1")

@@ -28,7 +28,7 @@ from ripresa.workers.transfer.base import LaneConfig
 LIMITS = {
     "chunk_bytes": 1_000,
     "chunk_timeout_s": 1.0,
-    "open_timeout_s": 5.0,
+    "open_timeout_s": 12.0,
     "control_timeout_s": 5.0,
 }
 
