@@ -1,0 +1,60 @@
+"""How does a gateway in a test meet a real model? A router of one decode engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.request import (
+    Failed,
+    Finished,
+    GenerationRequest,
+    PrefillDone,
+    Reserved,
+    Tokens,
+)
+
+
+class EngineRouter:
+    """Every prompt runs on one engine that prefills by itself."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self._engine = engine
+
+    async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        request = GenerationRequest(
+            request_id=prompt.request_id,
+            generation=0,
+            token_ids=prompt.token_ids,
+            num_prompt_tokens=len(prompt.token_ids),
+            recipe=None,
+            sampling=prompt.sampling,
+            deadline=prompt.deadline,
+            tail=prompt.tail,
+            cache=prompt.cache,
+            tenant_salt=prompt.tenant_salt,
+            session_id=prompt.session_id,
+        )
+        async with aclosing(self._engine.generate(request, local=True)) as events:
+            async for event in events:
+                match event:
+                    case Reserved():
+                        yield Placed(event.worker_id, None, event.recipe, "the only one")
+                    case Tokens() | Finished():
+                        yield event
+                    case Failed():
+                        raise event.error
+                    case PrefillDone():
+                        pass
+
+    async def abort(self, request_id: str) -> bool:
+        return self._engine.abort(request_id)
+
+    def explain(self, request_id: str) -> list[str]:
+        raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")
+
+    async def ready(self) -> bool:
+        return True
