@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hash_machine import NUM_ENCODER_LAYERS, WINDOW, HashMachine, reference_stream
 from hash_requests import ask, prompt, recipe_of
 from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
 
-from ripresa.workers.config import EngineConfig, WindowConfig, WindowPolicy
+from ripresa.workers.config import EngineConfig, ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.engine import EngineCore
+from ripresa.workers.errors import ResourceExhausted
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, Failed, GenerationRequest
@@ -97,7 +99,7 @@ class History:
         request = ask(
             tokens,
             f"r{number}",
-            max_tokens=self.rng.randint(1, 20),
+            max_tokens=self.rng.randint(1, 60 if self.rng.random() < 0.2 else 20),
             tail=tail,
             cache=CacheUse(mode),
             salt=self.rng.choice((b"a", b"a", b"b")),
@@ -112,10 +114,17 @@ class History:
             del self.known[self.rng.randrange(len(self.known))]
 
     async def play(self, request: GenerationRequest, run: Run) -> None:
-        """Run one request, to its end or not, and hold it against the reference."""
-        if self.rng.random() < 0.25:
-            await self._cancel(request, run)
-            return
+        """Run one request, to its end or not, and hold it against the reference.
+
+        A worker may refuse it for want of pages.
+        """
+        with suppress(ResourceExhausted):
+            if self.rng.random() < 0.25:
+                await self._cancel(request, run)
+            else:
+                await self._read(request, run)
+
+    async def _read(self, request: GenerationRequest, run: Run) -> None:
         stream = await run(request)
         for attempt in range(3):
             if not _was_broken(stream):
@@ -161,7 +170,13 @@ def _was_broken(stream: Stream) -> bool:
 
 def random_config(rng: random.Random) -> EngineConfig:
     interval = WINDOW * rng.choice((3, 4, 6))
-    return replace(CONFIG, windows=rng.choice(WINDOWS), anchor_interval=interval)
+    return replace(
+        CONFIG,
+        windows=rng.choice(WINDOWS),
+        anchor_interval=interval,
+        reserved_output_tokens=rng.choice((1, CONFIG.reserved_output_tokens)),
+        parked=ParkConfig(capacity_bytes=rng.choice((0, 4_000, 1 << 20))),
+    )
 
 
 async def on_one_worker(seed: int, num_bursts: int = 12, watch: Watch = nobody) -> None:
@@ -172,7 +187,8 @@ async def on_one_worker(seed: int, num_bursts: int = 12, watch: Watch = nobody) 
     """
     rng = random.Random(seed)
     history = History(rng)
-    machine = FailingMachine(rng.choice((70, 128, 300)), random.Random(seed + 1))
+    # With few blocks streams outgrow the pool and are parked, some of them twice.
+    machine = FailingMachine(rng.choice((30, 36, 70, 300)), random.Random(seed + 1))
     config = random_config(rng)
     async with local_engine(machine, config) as (engine, _):
         watch(engine._core, machine)

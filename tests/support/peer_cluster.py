@@ -14,6 +14,7 @@ from hash_machine import HashMachine
 from split_cluster import CONFIG, Stream, assert_idle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.cache.cache_events import CacheListener
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
@@ -70,6 +71,8 @@ class PeerCluster:
     Args:
         transport: loopback, or gloo, which crosses sockets.
         layouts: layout digests of workers whose layout differs.
+        listener: makes of a worker's name what hears of its cache; None for nobody.
+        num_drafts: see `HashMachine`.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class PeerCluster:
         lanes: LaneConfig | None,
         transport: str,
         layouts: Mapping[str, bytes],
+        listener: Callable[[str], CacheListener | None],
+        num_drafts: int,
     ) -> None:
         self.loopback = LoopbackTransport(lanes)
         self._transport_name = transport
@@ -89,7 +94,7 @@ class PeerCluster:
         kinds = [(f"e{k}", WorkerKind.ENCODER) for k in range(num_encoders)]
         kinds += [(f"d{k}", WorkerKind.DECODE) for k in range(num_decoders)]
         for name, kind in kinds:
-            machine = HashMachine(num_blocks, config.max_num_seqs)
+            machine = HashMachine(num_blocks, config.max_num_seqs, num_drafts=num_drafts)
             machine.layout_digest = layouts.get(name, machine.layout_digest)
             address = WorkerAddress(name, kind)
             resolve = partial(self._resolve, name)
@@ -97,11 +102,18 @@ class PeerCluster:
             engine: DecodeEngine | EncoderEngine
             if kind is WorkerKind.ENCODER:
                 engine = EncoderEngine(
-                    name, machine, transfers.outbound, config, peers=transfers.peers
+                    name,
+                    machine,
+                    transfers.outbound,
+                    config,
+                    listener=listener(name),
+                    peers=transfers.peers,
                 )
                 transfers.receive(engine.exchange)
             else:
-                engine = DecodeEngine(name, machine, config, peers=transfers.peers)
+                engine = DecodeEngine(
+                    name, machine, config, listener=listener(name), peers=transfers.peers
+                )
                 transfers.receive(engine.exchange, engine)
             self.workers[name] = PeerWorker(address, machine, transfers, engine)
         self.dead: set[str] = set()
@@ -227,10 +239,20 @@ async def peer_cluster(
     lanes: LaneConfig | None = None,
     transport: str = "loopback",
     layouts: Mapping[str, bytes] | None = None,
+    listener: Callable[[str], CacheListener | None] = lambda name: None,
+    num_drafts: int = 0,
 ) -> AsyncIterator[PeerCluster]:
     """A running cluster that must be idle at the end, and after 60 s at the latest."""
     cluster = PeerCluster(
-        num_encoders, num_decoders, config, num_blocks, lanes, transport, layouts or {}
+        num_encoders,
+        num_decoders,
+        config,
+        num_blocks,
+        lanes,
+        transport,
+        layouts or {},
+        listener,
+        num_drafts,
     )
     await cluster.start()
     async with asyncio.timeout(60):

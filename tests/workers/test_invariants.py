@@ -24,6 +24,7 @@ from hash_machine import (
     reference_stream,
 )
 from hash_requests import ask, prompt, recipe_of
+from hinted_histories import over_hinted_peers
 from histories import TAILS, check, on_one_worker, over_a_cluster
 from split_cluster import CONFIG, collect, local_engine, split_cluster
 
@@ -43,7 +44,7 @@ from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 from ripresa.workers.sequence import Sequence
 from ripresa.workers.transfer.base import TransferState
 
-SEEDS = range(200, 206)
+SEEDS = range(200, 204)
 FULL = replace(CONFIG, windows=WindowConfig(WindowPolicy.FULL))
 Look = Callable[[EngineCore, HashMachine, SequenceStep], None]
 Around = Callable[[HashMachine, SequenceStep], Callable[[], None]]
@@ -85,6 +86,7 @@ async def histories(look: Look = see_nothing, around: Around | None = None) -> N
     for seed in SEEDS:
         await on_one_worker(seed, 6, watch)
         await over_a_cluster(seed, 4, watch)
+        await over_hinted_peers(seed, 4, watch)
     assert num_seen > 500
 
 

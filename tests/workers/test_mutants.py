@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hash_machine import WINDOW, HashMachine
+from hinted_histories import over_hinted_peers
 from histories import on_one_worker, over_a_cluster
 
 from ripresa.workers import engine, prefix_cache, prompt_plan
@@ -231,7 +232,7 @@ def stale_window_after_a_cancel(patcher: Patcher) -> None:
     patcher.wrap(RequestPrefix, "keep_windows", stale)
 
 
-HISTORIES = (on_one_worker, over_a_cluster)
+HISTORIES = (on_one_worker, over_a_cluster, over_hinted_peers)
 
 
 @pytest.mark.parametrize("apply", MUTANTS, ids=lambda apply: apply.__name__)
@@ -242,7 +243,7 @@ async def test_a_mutant_is_noticed(apply: Mutant, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.logger, "disabled", True)
     noticed = await first_difference()
     assert patcher.num_calls, "the mutant was never called: it has to be written anew"
-    assert noticed is not None, f"{2 * len(SEEDS)} histories did not notice it"
+    assert noticed is not None, f"{len(HISTORIES) * len(SEEDS)} histories did not notice it"
     # An engine answers, a pool or a machine objects: but never the mutant's own code.
     assert not isinstance(noticed, (TypeError, AttributeError, NameError)), repr(noticed)
 
