@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.model_runner import load_runner
 from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.models.deepseek_v41.engram_ids import Ids
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import (
@@ -44,7 +45,12 @@ class Observed:
     """A runner's decoder logits, row by row, while it serves an engine."""
 
     def __init__(
-        self, half: Half = Half.ALL, checkpoint: Path = CASE / "checkpoint", num_blocks: int = 64
+        self,
+        half: Half = Half.ALL,
+        checkpoint: Path = CASE / "checkpoint",
+        num_blocks: int = 64,
+        kv_format: KVFormat = KVFormat.FLOAT32,
+        compressed_ids: Ids | None = None,
     ) -> None:
         self.runner = load_runner(
             checkpoint,
@@ -52,7 +58,8 @@ class Observed:
             num_blocks=num_blocks,
             num_slots=CONFIG.max_num_seqs,
             numerics=Numerics.DETERMINISTIC,
-            kv_format=KVFormat.FLOAT32,
+            kv_format=kv_format,
+            compressed_ids=compressed_ids,
             poison=True,
         )
         self.logits: dict[int, torch.Tensor] = {}
@@ -126,10 +133,11 @@ def stacked(logits: Mapping[int, torch.Tensor]) -> torch.Tensor:
 
 @asynccontextmanager
 async def split_engines(
-    config: EngineConfig = CONFIG, num_blocks: int = 64
+    config: EngineConfig = CONFIG,
+    make: Callable[[Half], Observed] = Observed,
 ) -> AsyncIterator[tuple[EncoderEngine, DecodeEngine, Observed]]:
     """An encoder and a decode worker with a lane between them, and what the latter computes."""
-    model, half = Observed(num_blocks=num_blocks), Observed(Half.ENCODER, num_blocks=num_blocks)
+    model, half = make(Half.ALL), make(Half.ENCODER)
     transport = LoopbackTransport()
     decoder = DecodeEngine("d0", model.runner, config)
     inbound = InboundTransfers(decoder, transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ from observed_model import (
 )
 from safetensors.torch import load_file
 
+from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.model_runner import TorchModelRunner
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
 from ripresa.workers.request import Tokens
+from ripresa.workers.verify_golden import paired_ids
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +185,34 @@ def test_the_runner_knows_its_geometry() -> None:
     geometry = runner.geometry
     assert (geometry.window, geometry.rewind) == (WINDOW, 6)
     assert geometry.num_encoder_layers + geometry.num_decoder_layers == 8
+
+
+@pytest.mark.parametrize("where", ["local", "split"])
+@pytest.mark.parametrize(("tail", "name"), CASES)
+async def test_a_bounded_hit_with_grids_and_engram_is_the_golden_replay(
+    shared: Path, tail: TailVariant, name: str, where: str
+) -> None:
+    case = shared / "golden" / "case_b_grids_engram_replay"
+    golden = load_file(case / "golden.safetensors")
+    tokens = tuple(golden["token_ids"].tolist())
+
+    def make(half: Half) -> Observed:
+        vocab_size = ModelConfig.from_file(case / "checkpoint" / "config.json").vocab_size
+        return Observed(
+            half,
+            case / "checkpoint",
+            kv_format=KVFormat.PACKED,
+            compressed_ids=paired_ids(vocab_size),
+        )
+
+    async with split_engines(make=make) as (encoder, decoder, model):
+        for length in (24, len(tokens)):
+            request = ask(tokens[:length], tail=tail)
+            with model.watched() as logits:
+                if where == "local":
+                    recipe = await run(decoder, request)
+                else:
+                    recipe = await run_split(encoder, decoder, request)
+    assert (recipe.kind, recipe.start, recipe.write_floor) == (PlanKind.BOUNDED, 16, 24)
+    expected = golden[f"{name}.logits"]
+    torch.testing.assert_close(stacked(logits), expected, atol=1e-3, rtol=0)
