@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.config import TransferConfig
 from ripresa.workers.prefix_place import Landing, WantedPrefix
-from ripresa.workers.prefix_pulls import PeerPulls, PullEnd
-from ripresa.workers.prefix_sources import BlockSource, WindowSource
+from ripresa.workers.prefix_pulls import PeerPulls
+from ripresa.workers.prefix_sources import BlockSource, PullEnd, WindowSource
 from ripresa.workers.replay import may_reuse
 from ripresa.workers.transfer.base import PulledWindow
 

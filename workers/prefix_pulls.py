@@ -15,7 +15,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
@@ -25,6 +24,7 @@ from ripresa.workers.cache.block_record import Producer
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_place import Landing, WantedPrefix
+from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.replay import may_reuse
 from ripresa.workers.transfer.base import (
     EndPull,
@@ -58,22 +58,6 @@ class PeerAccess:
     resolve: Callable[[WorkerAddress], Peer]
     control_timeout_s: float = 5.0
     watch_s: float = 1.0
-
-
-class PullEnd(StrEnum):
-    """How a pull ended.
-
-    COMPLETE: everything came. SHORT: the holder had not all of it. REFUSED: the holder had nothing
-    of it, or would not send it. UNREACHABLE: no way to the holder. LATE: nothing came for too long.
-    FAILED: the transfer broke, was corrupt, or was no answer to the pull.
-    """
-
-    COMPLETE = "complete"
-    SHORT = "short"
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    LATE = "late"
-    FAILED = "failed"
 
 
 class _Pull:

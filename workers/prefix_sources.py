@@ -11,6 +11,7 @@ no torch, ray or clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ripresa.workers.address import WorkerAddress
 
@@ -84,6 +85,22 @@ class PrefixSources:
     def __bool__(self) -> bool:
         """Whether there is anything to bring."""
         return bool(self.blocks or self.windows or self.leader)
+
+
+class PullEnd(StrEnum):
+    """How a pull ended.
+
+    COMPLETE: everything came. SHORT: the holder had not all of it. REFUSED: the holder had nothing
+    of it, or would not send it. UNREACHABLE: no way to the holder. LATE: nothing came for too long.
+    FAILED: the transfer broke, was corrupt, or was no answer to the pull.
+    """
+
+    COMPLETE = "complete"
+    SHORT = "short"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    LATE = "late"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

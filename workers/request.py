@@ -256,7 +256,7 @@ class PullCounters:
     """What a worker has exchanged with its peers' caches so far.
 
     Attributes:
-        ends: how its own pulls ended (`prefix_pulls.PullEnd`), and how often.
+        ends: how its own pulls ended (`PullEnd`), and how often.
         received_bytes: payload of its own pulls.
         num_served: pulls of others that it answered to their end.
         sent_bytes: payload of others' pulls.

@@ -15,9 +15,10 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from ripresa.cluster.observability.worker_totals import DiskTotals, held_bytes
+from ripresa.cluster.observability.worker_totals import DiskTotals, PullTotals, held_bytes
 from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.errors import ErrorCode
+from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import FinishReason, WorkCounters
@@ -240,6 +241,17 @@ DISK_USED_BYTES = Series(
     Kind.GAUGE,
     "Bytes that the disk tiers of all machines hold, as far as their workers know.",
 )
+PEER_PULLS = Series(
+    "ripresa_peer_pulls_total",
+    Kind.COUNTER,
+    "Pulls of cached blocks and windows from other workers, by how they ended, of all workers.",
+    labels=(("end", tuple(PullEnd)),),
+)
+PEER_PULL_BYTES = Series(
+    "ripresa_peer_pull_bytes_total",
+    Kind.COUNTER,
+    "Bytes of cached blocks and windows that workers pulled from each other, of all workers.",
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -261,6 +273,8 @@ SERIES = (
     DISK_IO_BYTES,
     DISK_FAILURES,
     DISK_USED_BYTES,
+    PEER_PULLS,
+    PEER_PULL_BYTES,
 )
 
 
@@ -299,6 +313,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self._workers = workers
         self._disks = DiskTotals()
+        self._pulls = PullTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
@@ -335,6 +350,7 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """The current values in Prometheus's text format, to be served as `CONTENT_TYPE`."""
         self._count_disks()
+        self._count_pulls()
         return generate_latest(self.registry)
 
     def _count_disks(self) -> None:
@@ -347,6 +363,13 @@ class GatewayMetrics:
         self.counter(DISK_IO_BYTES).labels("write").inc(added["bytes_written"])
         self.counter(DISK_FAILURES).inc(added["failures"])
         self.gauge(DISK_USED_BYTES).set(held_bytes(reports))
+
+    def _count_pulls(self) -> None:
+        """Bring the series of what workers pull from each other up to date."""
+        ends, num_bytes = self._pulls.take(self._workers())
+        for end, count in ends.items():
+            self.counter(PEER_PULLS).labels(end).inc(count)
+        self.counter(PEER_PULL_BYTES).inc(num_bytes)
 
     def _register(self, series: Series) -> None:
         names = [name for name, _ in series.labels]

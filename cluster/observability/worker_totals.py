@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ripresa.workers.cache.block_store import StoreStats
+from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.report import WorkerReport
+from ripresa.workers.request import PullCounters
 
 
 class DiskTotals:
@@ -30,6 +32,27 @@ class DiskTotals:
             for name in added:
                 added[name] += max(0, getattr(now, name) - getattr(before, name))
         return added
+
+
+class PullTotals:
+    """What the workers pulled from each other, summed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, PullCounters] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> tuple[dict[str, int], int]:
+        """Pulls by how they ended, and bytes received, that were added since the last call."""
+        ends = dict.fromkeys(map(str, PullEnd), 0)
+        num_bytes = 0
+        for report in reports:
+            now = report.stats.pulls
+            before = self._newest.get(report.worker_id, PullCounters())
+            self._newest[report.worker_id] = now
+            num_bytes += max(0, now.received_bytes - before.received_bytes)
+            known = dict(before.ends)
+            for end, count in now.ends:
+                ends[end] += max(0, count - known.get(end, 0))
+        return ends, num_bytes
 
 
 def held_bytes(reports: Iterable[WorkerReport]) -> int:

@@ -24,7 +24,7 @@ from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.report import WorkerKind, WorkerReport
-from ripresa.workers.request import EngineStats, FinishReason, WorkCounters
+from ripresa.workers.request import EngineStats, FinishReason, PullCounters, WorkCounters
 
 RECIPE = Recipe(PlanKind.BOUNDED, 2, 2, 4, (4,), 5, TailVariant.FLOORED, 0)
 
@@ -88,7 +88,7 @@ def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
     assert set(labels) == {
         *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason"),
-        *("outcome", "operation"),
+        *("outcome", "operation", "end"),
     }
     assert all(len(values) <= 16 for values in labels.values())
 
@@ -115,9 +115,11 @@ def test_known_labels_exist_before_the_first_request(metrics: GatewayMetrics) ->
     assert read["ripresa_transfer_bytes_total", "gloo"] == 0
 
 
-def report(worker_id: str, node_id: str, disk: StoreStats | None) -> WorkerReport:
+def report(
+    worker_id: str, node_id: str, disk: StoreStats | None, pulls: PullCounters | None = None
+) -> WorkerReport:
     counters = WorkCounters()
-    stats = EngineStats(0, 0, 1, 1, 0, counters, 0, 0, disk=disk)
+    stats = EngineStats(0, 0, 1, 1, 0, counters, 0, 0, disk=disk, pulls=pulls or PullCounters())
     return WorkerReport(worker_id, WorkerKind.DECODE, node_id, 1, 1, stats)
 
 
@@ -140,6 +142,22 @@ def test_disk_tiers_are_summed_over_the_lives_of_all_workers() -> None:
     read = samples(metrics)
     assert read["ripresa_disk_blocks_total", "hits"] == 8
     assert read["ripresa_disk_used_bytes",] == 95
+
+
+def test_pulls_are_summed_over_the_lives_of_all_workers() -> None:
+    first = PullCounters((("complete", 3), ("late", 1)), received_bytes=70)
+    reports = [report("a", "n", None, first), report("b", "n", None)]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        read = samples(metrics)
+        assert read["ripresa_peer_pulls_total", "complete"] == 3
+        assert read["ripresa_peer_pulls_total", "late"] == 1
+        assert read["ripresa_peer_pulls_total", "failed"] == 0
+        assert read["ripresa_peer_pull_bytes_total",] == 70
+    reports[:1] = [report("c", "n", None, PullCounters((("complete", 1),), received_bytes=5))]
+    read = samples(metrics)
+    assert read["ripresa_peer_pulls_total", "complete"] == 4
+    assert read["ripresa_peer_pull_bytes_total",] == 75
 
 
 def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
