@@ -7,10 +7,13 @@ of them. Hits are part of all: the prompts share a prefix that was computed befo
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import observed_model
 import pytest
+import torch
 from hash_machine import WINDOW, HashMachine
 from hash_requests import ask, prompt
 from histories import check
@@ -109,6 +112,33 @@ async def test_a_reader_of_a_handed_over_prompt_may_be_cancelled_at_every_await(
         return stream is not None
 
     assert await for_every_wait(scenario) >= 12
+
+
+async def test_a_real_model_s_next_answer_equals_a_cold_one_wherever_one_was_cancelled() -> None:
+    """In mode exact, whose hits equal cold runs bit for bit; the hit is what the cancel left."""
+    tokens = tuple(random.Random(63).choices(range(2, 60), k=60))
+    question = observed_model.ask(tokens, mode=ReplayMode.EXACT, max_tokens=6)
+    observed = observed_model.Observed()
+    logits: list[torch.Tensor] = []
+    for warm in (False, True):
+
+        async def scenario(cancelling: Cancelling[Recipe], warm: bool = warm) -> bool:
+            engine = DecodeEngine("d0", observed.runner, observed_model.CONFIG)
+            await engine.start()
+            was_whole = True
+            if warm:
+                recipe = await cancelling(lambda: observed_model.run(engine, question))
+                was_whole = recipe is not None
+            with observed.watched() as rows:
+                await observed_model.run(engine, replace(question, request_id="next"))
+            engine.check_integrity()
+            logits.append(observed_model.stacked(rows))
+            await engine.stop()
+            return was_whole
+
+        num_waits = await for_every_wait(scenario)
+        assert num_waits >= 6 or not warm
+    assert all(torch.equal(logits[0], others) for others in logits[1:])
 
 
 class Reader:
