@@ -23,6 +23,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from ripresa.cluster.gateway.status import RequestError, shorten
+from ripresa.cluster.gateway.text_cache import TextCache
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.workers.errors import CheckpointError, ErrorCode, InvalidArgument
 
@@ -153,6 +154,7 @@ class ChatEncoding:
             .with_non_thinking_max_tokens_upper_bound(MAX_TOKENS_BOUND)
         )
         self._renderer = recipe.DeepseekV41Encoding()
+        self._texts = TextCache()
         self.call_token_id = self._special_id(CALL_MARK)
         self.end_of_reasoning_id = self._special_id(END_OF_REASONING)
         self._end_id = self._special_id(END_OF_SENTENCE)
@@ -227,14 +229,14 @@ class ChatEncoding:
         """The token ids of call markup, which `Prompt.forced` is."""
         return self.encode(_split_marks(text))
 
-    def encode(self, segments: Iterable[Segment]) -> list[int]:
-        """The token ids of a prompt's pieces."""
+    def encode(self, segments: Iterable[Segment], salt: bytes = b"") -> list[int]:
+        """The token ids of a prompt's pieces; `salt` is the tenant's."""
         token_ids: list[int] = []
         for segment in segments:
             if segment.is_special:
                 token_ids.append(self._special_id(segment.text))
             else:
-                token_ids += self._tokenizer.encode(segment.text)
+                token_ids += self._texts.encoded(segment.text, salt, self._tokenizer.encode)
         return token_ids
 
     def parser(

@@ -116,7 +116,7 @@ def splice(
     segments = prompt.segments
     while place < len(segments):
         if not _is(segments[place], ASSISTANT):
-            token_ids += encoding.encode(segments[place : place + 1])
+            token_ids += encoding.encode(segments[place : place + 1], salt)
             place += 1
             continue
         token_ids += encoding.encode(segments[place : place + _NUM_HEADER_TOKENS])
