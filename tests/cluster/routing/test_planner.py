@@ -15,7 +15,7 @@ from ripresa.cluster.routing.worker_load import PlannerSettings, StateSizes, Wor
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.errors import Unavailable
-from ripresa.workers.replay import PlanKind
+from ripresa.workers.replay import PlanKind, TailVariant, cold_recipe
 from ripresa.workers.replay_planner import plan_prefill
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
 
@@ -245,3 +245,29 @@ def test_chunks_beside_streams_keep_the_inter_token_target() -> None:
     # Two windows always fit: with less, some last chunk would never be legal.
     tight = plan_route(query({}), LOADS[:1], replace(SETTINGS, inter_token_target_s=0.0))
     assert tight.max_chunk_rows == 2 * W
+
+
+@given(cluster, loads, st.sampled_from(((), (2 * W,), (2 * W, 5 * W))), st.integers(1, 11))
+@settings(max_examples=150, deadline=None)
+def test_a_takeover_stays_with_decode_worker_and_recipe(
+    held: dict[str, list[Held]],
+    workers: tuple[WorkerLoad, ...],
+    restarts: tuple[int, ...],
+    num_blocks: int,
+) -> None:
+    """Blocks of other lineages count as missing, and none beyond the recipe's are reused."""
+    recipe = replace(
+        cold_recipe(12 * W + 3, W, TailVariant.FLOORED, 0),
+        kind=PlanKind.BOUNDED,
+        write_floor=num_blocks * W,
+        restarts=restarts,
+    )
+    plan = plan_route(query(held, recipe=recipe, decoder="d1"), workers, SETTINGS)
+    for candidate in (plan.chosen, *plan.alternatives):
+        assert candidate.decoder == "d1"
+        assert candidate.encoder in ("e0", "e1")
+        hit = candidate.hit
+        assert hit.num_blocks <= num_blocks
+        assert hit.restarts == tuple(r for r in restarts if r < hit.num_blocks * W)
+    with pytest.raises(Unavailable):
+        plan_route(query(held, recipe=recipe, decoder="d1"), workers[:3], SETTINGS)
