@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.tiny_checkpoint import WeightFormat, write_tiny_checkpoint
-from ripresa.workers.replay import ReplayMode, TailVariant
-from ripresa.workers.request import CacheUse, GenerationRequest, Tokens
+from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
+from ripresa.workers.request import CacheUse, Failed, GenerationRequest, Reserved, Tokens
 
 INTERVAL = 3 * WINDOW
 LENGTH, NUM_NEW = 90, 8
@@ -204,3 +205,59 @@ async def test_a_stream_that_was_parked_equals_an_undisturbed_one(
         await engine.stop()
     assert said[0] == said[1]
     assert all(len(answer) == 40 for answer in said[0])
+
+
+@pytest.mark.parametrize("streamed", [0, 3])
+@pytest.mark.parametrize("kind", ["bounded", "window", "resume", "canonical", "tail exact"])
+async def test_a_stream_goes_on_elsewhere_after_its_worker_died(
+    tokens: tuple[int, ...], kind: str, streamed: int
+) -> None:
+    """On a worker that holds nothing, and by way of an encoder worker that holds nothing."""
+    modes = {"canonical": ReplayMode.CANONICAL, "tail exact": ReplayMode.EXACT}
+    mode = modes.get(kind, ReplayMode.BOUNDED)
+    tail = TailVariant.EXACT if kind == "tail exact" else TailVariant.FLOORED
+    policy = WindowPolicy.FULL if kind == "window" else WindowPolicy.ZERO
+    config = replace(CONFIG, anchor_interval=INTERVAL, windows=WindowConfig(policy))
+    model = Observed()
+    engine = DecodeEngine("d0", model.runner, config)
+    await engine.start()
+    prompt = tokens[:60]
+    session = "s" if kind == "resume" else None
+    warm = replace(ask(tokens[:40], mode=mode, tail=tail, max_tokens=4), session_id=session)
+    said = await answered(engine, warm)
+    if kind == "resume":
+        prompt = tokens[:40] + said + tokens[50:70]
+    request = replace(ask(prompt, mode=mode, tail=tail, max_tokens=12), session_id=session)
+    said = await answered(engine, request)
+    recipe = await run(engine, replace(request, session_id=None, cache=CacheUse(mode)))
+    if kind == "resume":
+        # The recipe of the turn itself.
+        await engine.stop()
+        engine = DecodeEngine("d0", model.runner, config)
+        await engine.start()
+        await answered(engine, warm)
+        recipe = await run(engine, request)
+    await engine.stop()
+    kinds = {"bounded": PlanKind.BOUNDED, "window": PlanKind.WINDOW, "resume": PlanKind.RESUME}
+    assert recipe.kind is kinds.get(kind, recipe.kind)
+    again = replace(
+        request, recipe=recipe, generation=1, token_ids=prompt + said[:streamed], session_id=None
+    )
+    async with split_engines(config) as (encoder, decoder, _):
+        assert await answered(decoder, again) == said[streamed:]
+        decoder._core._prefixes.blocks.withdraw(lambda record: True)
+        assert await answered(decoder, again, encoder) == said[streamed:]
+
+
+async def answered(
+    engine: DecodeEngine, request: GenerationRequest, encoder: EncoderEngine | None = None
+) -> tuple[int, ...]:
+    """The tokens of a stream."""
+    said: list[int] = []
+    async for event in engine.generate(request, local=encoder is None):
+        assert not isinstance(event, Failed), event
+        if isinstance(event, Reserved) and encoder is not None:
+            await encoder.prefill(request, "d0")
+        if isinstance(event, Tokens):
+            said += event.token_ids
+    return tuple(said)
