@@ -204,6 +204,7 @@ def test_plan_memory_counts_tables_where_they_are_placed(
             *("plan", "memory", "--set", f"model.path={tmp_path}", "--available", "64G"),
             *("--set", "encoders.replicas=2", "--set", f"model.engram_placement={chosen}"),
             *("--set", "windows.policy=zero", "--set", "parked.capacity_bytes=0"),
+            *("--set", "transfer.max_tail_bytes=1"),
         )
         assert result.exit_code == 0, result.output
         assert chosen != placement or f"33.0 MB  {placement}: {words}" in result.stdout
