@@ -19,6 +19,7 @@ from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
 from ripresa.workers.demo.checkpoint import FOLDER
 from ripresa.workers.errors import CheckpointError, ConfigError
+from ripresa.workers.golden_limits import EXACT, SAME_SETS, Limit
 from ripresa.workers.host_memory import available_memory
 from ripresa.workers.memory_plan import plan_memory
 from ripresa.workers.model_runner import DEFAULT_WORKSPACE_BYTES, kv_layout, load_runner
@@ -31,7 +32,7 @@ from ripresa.workers.models.deepseek_v41.tensor_specs import Half
 from ripresa.workers.models.regular_file import file_within
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 from ripresa.workers.transfer.base import LaneConfig
-from ripresa.workers.verify_golden import EXACT, SAME_SETS, Limit, load_golden, on_grids
+from ripresa.workers.verify_golden import load_golden, on_grids
 
 Echo = Callable[[str], None]
 

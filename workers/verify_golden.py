@@ -21,6 +21,7 @@ from ripresa.kernels import dispatch as ops
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import EngramPlacement, Numerics
 from ripresa.workers.errors import CheckpointError, RipresaError
+from ripresa.workers.golden_limits import EXACT, SAME_SETS, GridStep, Limit
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -240,47 +241,6 @@ class Machine:
         return torch.cat(self.seen[name, layer])
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """How far a computed tensor may be from the reference.
-
-    Attributes:
-        usual: every row's largest absolute difference.
-        rare: what one row in ten may reach instead, where a rounding to a grid can land on the
-            other side; None where nothing is rounded.
-        axis: the axis of rows (positions).
-        least_rare: rows that may reach `rare` even where that is more than one in ten.
-        unordered: the last axis holds sets, whose order means nothing.
-    """
-
-    usual: float
-    rare: float | None = None
-    axis: int = 0
-    least_rare: int = 0
-    unordered: bool = False
-
-    def judge(self, expected: torch.Tensor, computed: torch.Tensor) -> tuple[float, bool]:
-        """The largest difference, and whether it is within the limit."""
-        if expected.shape != computed.shape:
-            return float("inf"), False
-        if not expected.numel():
-            return 0.0, True
-        if self.unordered:
-            expected, computed = expected.sort(-1).values, computed.sort(-1).values
-        gap = (expected.double() - computed.double()).abs().movedim(self.axis, 0)
-        rows = gap.nan_to_num(nan=float("inf")).reshape(len(gap), -1).amax(1)
-        worst = float(rows.max())
-        over = rows > self.usual
-        if not bool(over.any()):
-            return worst, True
-        few = int(over.sum()) <= max(len(rows) // 10, self.least_rare)
-        return worst, few and self.rare is not None and worst <= self.rare
-
-
-EXACT = Limit(0.0)
-SAME_SETS = Limit(0.0, unordered=True)
-
-
 @dataclass(slots=True)
 class _Verdict:
     limit: Limit
@@ -334,15 +294,18 @@ class Report:
 def verify_golden(
     paths: list[Path], echo: Echo, *, quick: bool = False, progress: Echo | None = None
 ) -> bool:
-    """Compare each golden folder; True if every tensor of every folder agrees.
+    """Compare each golden folder; True if every tensor of every folder agrees, and there is one.
 
     `quick` computes in one process and split over two workers, and in no other way; `progress`
     hears of each way before it is computed.
 
     Raises nothing for a bad folder: it is reported and counts as a difference.
     """
-    good = True
+    verdicts = []
     for path in paths:
+        if path.is_file():
+            echo(f"{path}: a file, no golden folder, left out")
+            continue
         echo(f"{path}")
         try:
             agreed = _verify_case(path, echo, quick, progress or (lambda line: None))
@@ -350,8 +313,8 @@ def verify_golden(
             echo(f"  cannot be verified: {error}")
             agreed = False
         echo(f"  {'agrees' if agreed else 'DOES NOT AGREE'}")
-        good &= agreed
-    return good
+        verdicts.append(agreed)
+    return bool(verdicts) and all(verdicts)
 
 
 def _verify_case(path: Path, echo: Echo, quick: bool, progress: Echo) -> bool:
@@ -498,7 +461,7 @@ class _Case:
                 continue
             first, last = int(positions[0]), int(positions[-1]) + 1
             rows = cache.window_rows(layer, cache.ring_index(machine.slot, first, last))
-            self._stored(f"{name}.rows", rows, step=1 / 8)
+            self._stored(f"{name}.rows", rows, GridStep.of_window(config.head_dim))
             here = torch.arange(max(floor, length - config.sliding_window), length)
             if f"{name}.positions" in self._golden:
                 here = here[-len(positions) :]
@@ -508,26 +471,25 @@ class _Case:
         for layer in config.kv_source_layer_ids:
             ratio = config.ratio(layer)
             index = cache.entry_index(machine.table, ratio)[: length // ratio]
-            self._stored(f"{prefix}.main.{layer}", cache.entries(layer, index), step=1 / 3)
-            keys = cache.index_keys(layer, index)
-            self._stored(f"{prefix}.index_key.{layer}", keys, step=1 / 3)
+            entries, keys = cache.entries(layer, index), cache.index_keys(layer, index)
+            self._stored(f"{prefix}.main.{layer}", entries, GridStep.of_entry(config.head_dim))
+            step = GridStep.of_index_key(config.index_head_dim)
+            self._stored(f"{prefix}.index_key.{layer}", keys, step)
             if compare_open and ratio == 2 and length % 2:
                 pair = cache.open_pairs[layer][machine.slot][None]
-                self._stored(f"{prefix}.open.{layer}", pair, step=None)
+                self._stored(f"{prefix}.open.{layer}", pair, None)
 
-    def _stored(self, name: str, computed: torch.Tensor, step: float | None) -> None:
+    def _stored(self, name: str, computed: torch.Tensor, step: GridStep | None) -> None:
         """Compare cached rows, relative to the tensor's largest value.
 
         Args:
-            step: the grid's largest step as a share of a row's largest value, which one row in
-                ten may be off by; None for what is not on a grid.
+            step: what one row in ten may be off by; None for what is not on a grid.
         """
         expected = self._golden.get(name)
         if expected is None:
             return
         scale = max(float(expected.abs().max()) if expected.numel() else 1.0, 1.0)
-        on_grid = step is not None and self._format is KVFormat.PACKED
-        rare = step * scale if on_grid and step is not None else None
+        rare = step if self._format is KVFormat.PACKED else None
         self._report.compare(name, computed, Limit(1e-5 * scale, rare, least_rare=1))
 
     def _decoder_replays(self, machine: Machine) -> None:

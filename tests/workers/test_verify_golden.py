@@ -109,6 +109,20 @@ def test_the_order_of_a_selection_means_nothing(case: Path) -> None:
     assert good, lines
 
 
+def test_the_width_of_a_selection_means_nothing(case: Path) -> None:
+    selected = load_file(case / "golden.safetensors")["official.selected.3"]
+    none = torch.full((len(selected), 2), -1, dtype=selected.dtype)
+    rewrite(case, **{"official.selected.3": torch.cat((none, selected), dim=1)})
+    good, lines = verify(case)
+    assert good, lines
+
+
+def test_a_selection_without_one_of_its_entries_is_found(case: Path) -> None:
+    selected = load_file(case / "golden.safetensors")["official.selected.3"]
+    rewrite(case, **{"official.selected.3": selected[:, 1:].contiguous()})
+    assert not verify(case)[0]
+
+
 def test_changed_tokens_are_found(case: Path) -> None:
     tokens = load_file(case / "golden.safetensors")["token_ids"].clone()
     tokens[0] = (tokens[0] + 1) % 192
