@@ -135,7 +135,7 @@ class HashMachine:
             value = embedding_hash(known[index], known[max(0, index - 3) : index])
             pool = self._pool(step, position)
             for layer, ring in enumerate(slot.encoder):
-                ring[position] = digest("row", value)
+                self._put(ring, position, digest("row", value))
                 window = self._window(ring, step.swa_floor, position)
                 value = encoder_hash(layer, value, window, pool)
             encoded[position] = value
@@ -163,19 +163,19 @@ class HashMachine:
                 self._pool(step, position + 1),
             )
             slot.source[position] = digest("source", encoded[position])
-            slot.decoder[position] = digest("row", value)
+            self._put(slot.decoder, position, digest("row", value))
             if step.sampling is not None and position == step.decoder_stop - 1:
                 output.sampled[step.slot] = sample(value, step.sampling.seed, position)
         if step.hand_over_from is not None:
             output.encoder_output[step.slot] = _pack(encoded, step.hand_over_from)
         output.num_encoder_rows += step.num_encoder_rows
         output.num_decoder_rows += step.num_decoder_rows
-        self._trim(slot)
 
-    def _trim(self, slot: Slot) -> None:
-        for ring in (*slot.encoder, slot.decoder):
-            for position in sorted(ring)[: -self.ring_rows]:
-                del ring[position]
+    def _put(self, ring: dict[int, int], position: int, value: int) -> None:
+        """Write a row where its position lies in the ring; what lay there is gone."""
+        for other in [p for p in ring if p != position and (p - position) % self.ring_rows == 0]:
+            del ring[other]
+        ring[position] = value
 
     def _run_drafts(self, step: SequenceStep) -> None:
         """Verify guesses that are all wrong, and rewind: their rows stay behind as garbage."""
@@ -187,9 +187,9 @@ class HashMachine:
             position = stop + guess
             garbage = digest("guess", step.slot, position)
             self._blocks[step.block_table[position // WINDOW]][position % WINDOW] = garbage
-            for ring in (*slot.encoder, slot.source, slot.decoder):
-                ring[position] = garbage
-            self._trim(slot)
+            slot.source[position] = garbage
+            for ring in (*slot.encoder, slot.decoder):
+                self._put(ring, position, garbage)
         slot.pair = pair
 
     @staticmethod
