@@ -21,7 +21,7 @@ class TextCache:
         max_chars: how much text is kept in all.
     """
 
-    def __init__(self, max_chars: int = 32_000_000) -> None:
+    def __init__(self, max_chars: int = 8_000_000) -> None:
         self._max_chars = max_chars
         self._num_chars = 0
         self._ids: OrderedDict[tuple[bytes, str], array[int]] = OrderedDict()
