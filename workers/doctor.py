@@ -18,18 +18,18 @@ from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
 from ripresa.workers.demo.checkpoint import FOLDER
-from ripresa.workers.errors import CheckpointError, ConfigError
+from ripresa.workers.errors import ConfigError
 from ripresa.workers.golden_limits import EXACT, SAME_SETS, Limit
 from ripresa.workers.host_memory import available_memory
 from ripresa.workers.memory_plan import plan_memory
 from ripresa.workers.model_runner import DEFAULT_WORKSPACE_BYTES, kv_layout, load_runner
 from ripresa.workers.models.checkpoint import Checkpoint, ProgressLines
+from ripresa.workers.models.checkpoint_tokenizer import checkpoint_tokenizer, usable_tokenizer
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
-from ripresa.workers.models.deepseek_v41.engram_ids import Ids, compressed_ids, paired_ids
+from ripresa.workers.models.deepseek_v41.engram_ids import Ids, compressed_ids, pad_ids, paired_ids
 from ripresa.workers.models.deepseek_v41.inventory import take_inventory
 from ripresa.workers.models.deepseek_v41.model import Observer
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half
-from ripresa.workers.models.regular_file import file_within
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 from ripresa.workers.transfer.base import LaneConfig
 from ripresa.workers.verify_golden import load_golden, on_grids
@@ -57,14 +57,16 @@ def examine(folder: Path, golden: Path | None, echo: Echo, *, record: bool = Fal
     with Checkpoint(folder) as checkpoint:
         inventory = take_inventory(checkpoint.entries, config)
     echo(f"tensors: {len(inventory.stored)}, as config.json implies")
-    tokenizer = _tokenizer(folder)
+    tokenizer = checkpoint_tokenizer(folder)
     ids: Ids | None = None
     if tokenizer is not None and config.engram.layer_ids:
-        ids = compressed_ids(tokenizer)
+        with usable_tokenizer():
+            ids = compressed_ids(tokenizer)
         distinct, expected = int(ids.max()) + 1, config.engram.compressed_vocab_size
         good &= distinct == expected
         verdict = "as" if distinct == expected else f"WRONG: {expected} in"
         echo(f"compressed ids: {distinct} distinct texts, {verdict} config.json")
+        ids = pad_ids(ids, config.vocab_size, config.engram.pad_token_id)
     if golden is not None:
         good &= _compare(folder, config, golden, ids, echo)
     good &= _run(folder, config, tokenizer, ids, echo)
@@ -78,16 +80,6 @@ def examine(folder: Path, golden: Path | None, echo: Echo, *, record: bool = Fal
     else:
         echo("nothing wrong was found")
     return good
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(file_within(folder, path.name)))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
 
 
 def shipped_text() -> str:
@@ -109,7 +101,8 @@ def _run(
         ids = paired_ids(config.vocab_size)
     else:
         what = "tokens of the shipped text"
-        drawn = tokenizer.encode(shipped_text(), add_special_tokens=False).ids
+        with usable_tokenizer():
+            drawn = tokenizer.encode(shipped_text(), add_special_tokens=False).ids
     tokens = (config.bos_token_id, *drawn[: NUM_TEXT_TOKENS - 1])
     if max(tokens) >= config.vocab_size:
         echo(

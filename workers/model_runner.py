@@ -7,25 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
-from tokenizers import Tokenizer
 
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import EngramPlacement, Numerics
-from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument
+from ripresa.workers.errors import ConfigError, InvalidArgument
 from ripresa.workers.models.base import EncoderOutput, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint, Progress
+from ripresa.workers.models.checkpoint_tokenizer import (
+    TOKENIZER_FILE,
+    checkpoint_tokenizer,
+    usable_tokenizer,
+)
 from ripresa.workers.models.deepseek_v41.config import ModelConfig, check_w8a8
 from ripresa.workers.models.deepseek_v41.engram import Engram
-from ripresa.workers.models.deepseek_v41.engram_ids import Ids, check_tokenizer
+from ripresa.workers.models.deepseek_v41.engram_ids import Ids, check_tokenizer, pad_ids
 from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as compressed_ids_of
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
-from ripresa.workers.models.regular_file import file_within
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import logprobs_of, sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -405,19 +407,15 @@ def load_runner(
 
 def _compressed_ids(folder: Path, config: ModelConfig) -> Ids:
     """The compressed ids of a checkpoint's own tokenizer, checked against its config."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError("model.path", f"{path} is missing; Engram hashes what it decodes")
-    try:
-        tokenizer = Tokenizer.from_file(str(file_within(folder, path.name)))
-    # The library raises a bare Exception for whatever is wrong with the file.
-    except Exception as error:
-        raise CheckpointError(f"{path} is no tokenizer: {error}; copy the file again") from error
-    ids = compressed_ids_of(tokenizer)
+    tokenizer = checkpoint_tokenizer(folder)
+    if tokenizer is None:
+        raise ConfigError(
+            "model.path", f"{folder} has no {TOKENIZER_FILE}; Engram hashes what it decodes"
+        )
+    with usable_tokenizer():
+        ids = compressed_ids_of(tokenizer)
     check_tokenizer(ids, config.engram.compressed_vocab_size)
-    # A vocabulary may be padded beyond the tokenizer's; no text has such ids.
-    padding = max(config.vocab_size - len(ids), 0)
-    return np.pad(ids, (0, padding), constant_values=ids[config.engram.pad_token_id])
+    return pad_ids(ids, config.vocab_size, config.engram.pad_token_id)
 
 
 def model_digest(folder: Path, config: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as TokenizerModel
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ripresa.workers.errors import CheckpointError, InvalidArgument
+from ripresa.workers.models.checkpoint_tokenizer import read_tokenizer_file, usable_tokenizer
 
 
 class Tokenizer:
@@ -35,10 +36,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        raw = read_tokenizer_file(path)
         self.digest = hashlib.sha256(raw).hexdigest()
         try:
             spec: dict[str, Any] = json.loads(raw)
@@ -59,7 +57,8 @@ class Tokenizer:
         return -(-len(text.encode()) // self._max_token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        with usable_tokenizer():
+            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

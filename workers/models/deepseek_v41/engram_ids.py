@@ -152,6 +152,24 @@ def engram_hashes(config: EngramConfig) -> dict[int, EngramHash]:
     return hashes
 
 
+def pad_ids(ids: Ids, vocab_size: int, pad_token_id: int) -> Ids:
+    """Compressed ids of a whole vocabulary, which may be padded beyond the tokenizer's.
+
+    No text has the ids behind the tokenizer's; they count as the pad token.
+
+    Raises:
+        ConfigError: the pad token is none of the tokenizer's.
+    """
+    if pad_token_id >= len(ids):
+        raise ConfigError(
+            "engram_pad_token_id",
+            f"is {pad_token_id}, but the tokenizer has ids below {len(ids)}; use the "
+            "tokenizer.json that belongs to the checkpoint",
+        )
+    padding = max(vocab_size - len(ids), 0)
+    return np.pad(ids, (0, padding), constant_values=ids[pad_token_id])
+
+
 def check_tokenizer(ids: Ids, compressed_vocab_size: int) -> None:
     """Refuse a tokenizer that the hash constants of a checkpoint were not made for.
 
