@@ -86,6 +86,7 @@ def build_app(config: ClusterConfig) -> Application:
             vocab_size=model.vocab_size,
             eos_token_id=model.eos_token_id,
             weights_digest=model_digest(folder, model),
+            image_token_id=model.image_token_id,
         ),
         tokenizer_file=str(config.model.tokenizer_file),
         grpc_host=gateway.grpc_host,

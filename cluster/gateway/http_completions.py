@@ -25,8 +25,8 @@ from ripresa.cluster.gateway.sampling import check_sampling, choices_of
 from ripresa.cluster.gateway.served_model import (
     check_length,
     check_model,
+    check_prompt_ids,
     check_text_fits,
-    check_token_ids,
 )
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.stop_strings import StopStrings
@@ -225,7 +225,7 @@ def _prompt(body: Json, gateway: InferenceService) -> tuple[int, ...]:
     elif isinstance(prompt, list) and all(type(each) is int for each in prompt):
         token_ids = tuple(prompt)
         check_length(len(token_ids), gateway.model, "prompt")
-        check_token_ids(token_ids, gateway.model, "prompt")
+        check_prompt_ids(token_ids, gateway.model, "prompt")
     else:
         raise InvalidArgument("prompt", "must be one text, or one list of token ids")
     if not token_ids:

@@ -20,6 +20,7 @@ class ServedModel:
         vocab_size: token ids are below it.
         eos_token_id: ends a stream unless `ignore_eos`; None if the model has none.
         weights_digest: which weights, in hexadecimal.
+        image_token_id: stands for a piece of an image; None if the model has none.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ServedModel:
     vocab_size: int
     eos_token_id: int | None
     weights_digest: str
+    image_token_id: int | None = None
 
     def lengths(self, num_prompt_tokens: int) -> dict[str, str]:
         """Metadata of a refusal for a length."""
@@ -54,6 +56,16 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) ->
                 f"{field}[{index}]",
                 f"token id {token_id} is not in the vocabulary (0 to {model.vocab_size - 1})",
             )
+
+
+def check_prompt_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse ids beyond the vocabulary, and those that stand for images."""
+    check_token_ids(token_ids, model, field)
+    if model.image_token_id in token_ids:
+        raise InvalidArgument(
+            f"{field}[{token_ids.index(model.image_token_id)}]",
+            f"token id {model.image_token_id} stands for an image, and images are not supported",
+        )
 
 
 def check_text_fits(text: str, model: ServedModel, tokenizer: Tokenizer, field: str) -> None:

@@ -15,8 +15,8 @@ from ripresa.cluster.gateway.served_model import (
     ServedModel,
     check_length,
     check_model,
+    check_prompt_ids,
     check_text_fits,
-    check_token_ids,
 )
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.routing.prompt import PromptRequest
@@ -151,7 +151,7 @@ def _read_input(
         field = "token_ids.ids"
         token_ids = tuple(request.token_ids.ids)
         check_length(len(token_ids), model, field)
-        check_token_ids(token_ids, model, field)
+        check_prompt_ids(token_ids, model, field)
     if not token_ids:
         raise InvalidArgument(field, "the prompt is empty; it needs at least one token")
     return token_ids

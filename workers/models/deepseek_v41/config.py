@@ -76,7 +76,7 @@ class ModelConfig:
     """Geometry of the text model; names follow the released `config.json`.
 
     `text_only`: `vision_config` is there and null, so that parts for images may lie unread in the
-    checkpoint.
+    checkpoint. `image_token_id`: what stands for a piece of an image; prompts may not hold it.
 
     Everything else (roles of layers, sources, the split E, byte counts) is derived from it.
     """
@@ -120,6 +120,7 @@ class ModelConfig:
     eos_token_id: int
     quantised: bool
     text_only: bool = False
+    image_token_id: int | None = None
 
     @property
     def split(self) -> int:
@@ -287,7 +288,16 @@ def _parse(document: Mapping[str, Any], text: Mapping[str, Any]) -> ModelConfig:
         eos_token_id=fields.integer("eos_token_id", 0, top.integer("eos_token_id", 0, 1)),
         quantised=document.get("quantization_config") is not None,
         text_only="vision_config" in document or "vision_config" in text,
+        image_token_id=_image_token_id(top, fields),
     )
+
+
+def _image_token_id(*levels: Fields) -> int | None:
+    """From wherever a config names it."""
+    for level in levels:
+        if level.has("image_token_id"):
+            return level.integer("image_token_id", 0)
+    return None
 
 
 def _parse_engram(fields: Fields) -> EngramConfig:

@@ -211,6 +211,10 @@ def test_names_and_bytes_add_up_to_the_release(
     assert 0.9e9 < RELEASED_BYTES - num_bytes - image_biases < 1.0e9
 
 
+def test_the_id_that_stands_for_images_is_known(config: ModelConfig) -> None:
+    assert config.image_token_id == 129264
+
+
 def test_table_rows_are_the_sums_of_their_primes(config: ModelConfig) -> None:
     hashes = engram_hashes(config.engram)
     assert [hashes[layer].num_rows for layer in (1, 14)] == [384006168, 384016682]
