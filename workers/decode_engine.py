@@ -34,7 +34,6 @@ from ripresa.workers.request import (
 )
 from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
 from ripresa.workers.sequence import SequenceStatus
-from ripresa.workers.session_images import SessionImage, check, seal
 from ripresa.workers.transfer.base import Manifest, Section, SectionKind, TransferState
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,6 @@ class DecodeEngine:
         peers: PeerAccess | None = None,
     ) -> None:
         self._worker_id = worker_id
-        self._clock = clock
         self._runner = runner
         self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
         self._core = EngineCore(WorkerRole.DECODE, runner, config, clock, listener, peers)
@@ -173,32 +171,6 @@ class DecodeEngine:
     def advise(self, advice: CopyAdvice) -> None:
         """See `EngineCore.advise`."""
         self._core.advise(advice)
-
-    def give_image(
-        self, tenant_salt: bytes, session_id: str, token_ids: tuple[int, ...]
-    ) -> SessionImage | None:
-        """Let a session's parked state go to another decode worker; it is forgotten here.
-
-        Args:
-            token_ids: the prompt of the session's next turn, which the state must be a prefix of.
-
-        Returns None if there is no such state.
-        """
-        state = self._core.parked.find(tenant_salt, session_id, token_ids, self._clock())
-        if state is None:
-            return None
-        self._core.parked.drop(tenant_salt, session_id)
-        return seal(tenant_salt, session_id, self._runner.layout_digest, state)
-
-    def take_image(self, image: SessionImage) -> None:
-        """Keep a session's state that another decode worker gave.
-
-        The session's next turn goes on from it if the blocks below it are here by then.
-
-        Raises RipresaError: see `session_images.check`.
-        """
-        check(image, self._runner.layout_digest)
-        self._core.parked.put(image.tenant_salt, image.session_id, image.state)
 
     def stats(self) -> EngineStats:
         return self._core.stats()
@@ -276,6 +248,8 @@ class DecodeEngine:
                 return self._runner.state_bytes(
                     manifest.num_tokens, inbound.state_rows_start, _sends_source_window(manifest)
                 )
+            case SectionKind.IMAGE:
+                raise _refused("a session's parked state is no part of a hand-over")
 
     def write(self, manifest: Manifest, section: Section, payload: torch.Tensor) -> None:
         """Store a payload (uint8 [num_bytes]); a repeated section is ignored.

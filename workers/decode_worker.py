@@ -17,7 +17,6 @@ from ripresa.workers.remote_peers import RemotePeers
 from ripresa.workers.remote_worker import own_identity, report_to, require_target
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
-from ripresa.workers.session_images import SessionImage
 from ripresa.workers.transfer.base import Accept, ControlMessage
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
@@ -83,23 +82,6 @@ class DecodeWorker:
         require_target(self._worker_id, worker_id)
         return self._engine.abort(request_id)
 
-    async def give_image(
-        self,
-        tenant_salt: bytes,
-        session_id: str,
-        token_ids: tuple[int, ...],
-        *,
-        worker_id: str,
-    ) -> SessionImage | None:
-        """See `DecodeEngine.give_image`."""
-        require_target(self._worker_id, worker_id)
-        return self._engine.give_image(tenant_salt, session_id, token_ids)
-
-    async def take_image(self, image: SessionImage, *, worker_id: str) -> None:
-        """See `DecodeEngine.take_image`."""
-        require_target(self._worker_id, worker_id)
-        self._engine.take_image(image)
-
     async def report(self, *, worker_id: str) -> WorkerReport:
         """This worker's report, now."""
         require_target(self._worker_id, worker_id)
@@ -130,4 +112,5 @@ class DecodeWorker:
             block_bytes=layout.block_bytes,
             window_bytes=layout.window_bytes(layout.window, layout.split),
             hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),
+            image_bytes=self._runner.image_bytes(layout.window - 1),
         )

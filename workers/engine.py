@@ -26,7 +26,6 @@ from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PageLoan, PagePool
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, HeldKind, Tier, Unheard
-from ripresa.workers.cache.parked_states import ParkedStates
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import (
@@ -392,11 +391,6 @@ class EngineCore:
         future = loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
         future.add_done_callback(lambda _: pages.drop())
         return await asyncio.shield(future)
-
-    @property
-    def parked(self) -> ParkedStates[torch.Tensor]:
-        """States of sessions between their turns."""
-        return self._prefixes.parked
 
     def count_transfer(self, num_bytes: int) -> None:
         """Add bytes that a transfer moved to the engine's totals."""

@@ -336,6 +336,9 @@ class TorchModelRunner:
     def export_image(self, slot: int, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
         return torch.cat(self.cache.export_image(slot, block_table, num_tokens)).cpu()
 
+    def image_bytes(self, num_tokens: int) -> int:
+        return self.layout.image_bytes(num_tokens, len(self.cache.rings))
+
     def import_image(
         self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
     ) -> None:

@@ -19,7 +19,12 @@ from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockHasher, BlockIdentity, worker_context
 from ripresa.workers.cache.block_record import BlockRecord, Producer, PublishedBlock, PublishOutcome
 from ripresa.workers.cache.cache_events import CacheListener, Origin, origin, tenant_digest
-from ripresa.workers.cache.parked_states import ParkedState, ParkedStates, Preempted
+from ripresa.workers.cache.parked_states import (
+    ParkedState,
+    ParkedStates,
+    Preempted,
+    token_digest,
+)
 from ripresa.workers.cache.window_pool import WindowPool
 from ripresa.workers.config import (
     DEFAULT_ANCHOR_INTERVAL,
@@ -41,6 +46,7 @@ from ripresa.workers.replay_planner import plan_prefill
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
 from ripresa.workers.request import GenerationRequest
 from ripresa.workers.sequence import Sequence
+from ripresa.workers.transfer.base import PulledImage
 
 NUM_LAST_WINDOWS = 3
 """Boundaries of a finished turn whose windows are kept, so that any append finds one."""
@@ -166,6 +172,32 @@ class RequestPrefix:
         )
         cache.parked.put(request.tenant_salt, request.session_id, state)
 
+    def wanted_image(self) -> PulledImage | None:
+        """The session's state that a source of the request may have; None if none is wanted."""
+        request, source = self._request, self._request.sources.image
+        if source is None or request.recipe is not None or not self._may_resume:
+            return None
+        if not 0 < source.num_tokens < request.num_tokens:
+            return None
+        held = self._held_state()
+        if held is not None and len(held.token_ids) >= source.num_tokens:
+            return None
+        assert request.session_id is not None
+        digest = token_digest(request.token_ids[: source.num_tokens])
+        return PulledImage(request.tenant_salt, request.session_id, source.num_tokens, digest)
+
+    def take_image(self, num_tokens: int, recipe: Recipe, payload: torch.Tensor) -> None:
+        """Keep a state of the session that another worker had parked."""
+        request, cache = self._request, self._cache
+        assert request.session_id is not None
+        state = ParkedState(
+            token_ids=request.token_ids[:num_tokens],
+            recipe=recipe,
+            payload=payload,
+            expires=cache.clock() + cache.time_to_live_s,
+        )
+        cache.parked.put(request.tenant_salt, request.session_id, state)
+
     def preempt(self, sequence: Sequence, payload: torch.Tensor, blocks: torch.Tensor) -> None:
         """Keep the state, and the own whole blocks, of a request that has to give up its pages."""
         state = ParkedState(
@@ -217,13 +249,7 @@ class RequestPrefix:
     def _parked_state(self) -> PromptPlan | None:
         """The plan of a session that goes on from its parked state; None if it cannot."""
         request, cache = self._request, self._cache
-        if request.session_id is None or not (request.cache.resumes and request.cache.reads):
-            return None
-        if request.cache.mode is ReplayMode.CANONICAL:
-            return None
-        state = cache.parked.find(
-            request.tenant_salt, request.session_id, request.token_ids, cache.clock()
-        )
+        state = self._held_state()
         if state is None:
             return None
         num_blocks = len(state.token_ids) // self._window
@@ -244,12 +270,32 @@ class RequestPrefix:
             return None
         return replace(first_execution(plan, chain), parked=state)
 
+    @property
+    def _may_resume(self) -> bool:
+        """Whether the request may go on from a parked state."""
+        use = self._request.cache
+        if self._request.session_id is None or use.mode is ReplayMode.CANONICAL:
+            return False
+        return use.resumes and use.reads
+
+    def _held_state(self) -> ParkedState[torch.Tensor] | None:
+        """The session's state that is parked here and that the request could go on from."""
+        request, cache = self._request, self._cache
+        if request.session_id is None or not self._may_resume:
+            return None
+        return cache.parked.find(
+            request.tenant_salt, request.session_id, request.token_ids, cache.clock()
+        )
+
     def wanted(self) -> WantedPrefix:
         """Which blocks are worth bringing for the request: those that its plan could reuse."""
         request, cache = self._request, self._cache
         hashes = self._hashes[: request.num_tokens // self._window]
         if request.recipe is None:
-            hashes = hashes[: self._num_usable_blocks]
+            state = self._held_state()
+            # The cap is no rule for a session that goes on: it needs all blocks below its state.
+            num_parked = 0 if state is None else len(state.token_ids) // self._window
+            hashes = hashes[: max(self._num_usable_blocks, num_parked)]
         return WantedPrefix(
             request_id=request.request_id,
             window=self._window,

@@ -78,6 +78,14 @@ class Landing(Protocol):
             ResourceExhausted: no pages are left; nothing was stored. Bring nothing more.
         """
 
+    def land_image(self, num_tokens: int, recipe: Recipe, payload: torch.Tensor) -> None:
+        """Keep the parked state (uint8) of the request's session; the payload is copied.
+
+        Args:
+            num_tokens: of the prompt, processed.
+            recipe: what the session followed.
+        """
+
     def land_window(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
         """Store a native window (uint8, as `WindowPool` holds it); the payload is copied."""
 

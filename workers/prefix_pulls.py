@@ -25,11 +25,12 @@ from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_place import Landing, WantedPrefix
 from ripresa.workers.prefix_sources import PullEnd
-from ripresa.workers.replay import may_reuse
+from ripresa.workers.replay import RULES_VERSION, Recipe, may_reuse
 from ripresa.workers.transfer.base import (
     EndPull,
     Peer,
     Pull,
+    PulledImage,
     PulledWindow,
     PullManifest,
     Section,
@@ -78,6 +79,7 @@ class _Pull:
         self.restarts: tuple[int, ...] = ()
         self.next_block = message.first_block
         self.windows_left = {window.num_blocks: window for window in message.windows}
+        self.image_left = message.image
         self.ended: asyncio.Future[PullEnd] = asyncio.get_running_loop().create_future()
         self.scope = asyncio.timeout(timeout_s)
         self._timeout_s = timeout_s
@@ -124,9 +126,10 @@ class PeerPulls:
         restarts: tuple[int, ...] | None,
         leader: str | None = None,
         windows: Sequence[PulledWindow] = (),
+        image: PulledImage | None = None,
         timeout_s: float,
     ) -> PullEnd:
-        """Bring blocks [first, stop) of a prompt, and windows, from one holder.
+        """Bring blocks [first, stop) of a prompt, windows and an image from one holder.
 
         Returns how it ended; what came is in `landing`. Raises nothing but a cancellation.
 
@@ -145,6 +148,7 @@ class PeerPulls:
             restarts=restarts,
             leader=leader,
             windows=tuple(windows),
+            image=image,
         )
         pull = _Pull(message, holder, wanted, landing, timeout_s)
         self._running[message.pull_id] = pull
@@ -207,6 +211,8 @@ class PeerPulls:
                 raise _refused(pull, f"lineage {manifest.restarts} does not fit the request")
         elif manifest.restarts != expected:
             raise _refused(pull, f"lineage {manifest.restarts} was not asked for")
+        if manifest.image is not None and manifest.image.rules_version != RULES_VERSION:
+            raise _refused(pull, "its session followed other rules; run one version of ripresa")
         pull.restarts = manifest.restarts
         pull.heard()
         return first
@@ -217,6 +223,8 @@ class PeerPulls:
         if section.kind is SectionKind.WINDOW:
             self._window(pull, section)
             return self._runner.window_bytes
+        if section.kind is SectionKind.IMAGE:
+            return self._runner.image_bytes(self._image(pull, manifest, section)[0])
         num_blocks = section.last_block - section.first_block
         if (
             section.kind is not SectionKind.BLOCKS
@@ -234,6 +242,9 @@ class PeerPulls:
             window = self._window(pull, section)
             pull.landing.land_window(BlockIdentity(window.hash, window.restarts), payload)
             del pull.windows_left[window.num_blocks]
+        elif section.kind is SectionKind.IMAGE:
+            pull.landing.land_image(*self._image(pull, manifest, section), payload)
+            pull.image_left = None
         else:
             numbers = range(section.first_block, section.last_block)
             pull.landing.land(
@@ -249,7 +260,7 @@ class PeerPulls:
     def complete(self, manifest: PullManifest) -> None:
         pull = self._running.get(manifest.transfer_id)
         if pull is not None:
-            has_all = pull.next_block == pull.stop and not pull.windows_left
+            has_all = pull.next_block == pull.stop and not (pull.windows_left or pull.image_left)
             pull.end(PullEnd.COMPLETE if has_all else PullEnd.SHORT)
 
     def fail(self, manifest: PullManifest, reason: str) -> None:
@@ -280,6 +291,13 @@ class PeerPulls:
                 ErrorCode.NOT_FOUND, f"nobody waits for pull {manifest.transfer_id} any more"
             )
         return pull
+
+    @staticmethod
+    def _image(pull: _Pull, manifest: PullManifest, section: Section) -> tuple[int, Recipe]:
+        """Length and recipe of the state that a section brings."""
+        if pull.image_left is None or manifest.image is None:
+            raise _refused(pull, f"section {section.index} was not asked for")
+        return pull.image_left.num_tokens, manifest.image
 
     @staticmethod
     def _window(pull: _Pull, section: Section) -> PulledWindow:

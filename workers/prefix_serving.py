@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.parked_states import ParkedState
 from ripresa.workers.config import TransferConfig
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError, Unavailable
 from ripresa.workers.job import Job
@@ -129,7 +130,7 @@ class PrefixServing:
             )
         has_block = bool(pull.hashes) and self._held(pull, 0, pull.restarts or ())
         has_window = any((w.hash, w.restarts) in self._prefixes.windows for w in pull.windows)
-        if pull.leader is None and not has_block and not has_window:
+        if pull.leader is None and not has_block and not has_window and not self._image(pull):
             raise RipresaError(ErrorCode.NOT_FOUND, "nothing that the pull asks for is held here")
 
     def _identity(self, pull: Pull, index: int, restarts: Sequence[int]) -> BlockIdentity:
@@ -155,29 +156,56 @@ class PrefixServing:
         restarts = pull.restarts
         if restarts is None:
             restarts = await _lineage(pull, job)
+        state = self._image(pull)
         manifest = PullManifest(
             transfer_id=pull.pull_id,
             sender=self._peers.own.worker_id,
             layout_digest=self._prefixes.layout_digest,
             first_block=pull.first_block,
             restarts=restarts,
+            image=None if state is None else state.recipe,
         )
         transfer = await self._peers.backend.offer(pull.receiver, manifest)
         try:
-            index = await self._send_blocks(pull, job, restarts, transfer)
+            index = 0
+            if state is not None:
+                section = Section(index, SectionKind.IMAGE, 0, 0, state.payload.numel())
+                await transfer.send(section, state.payload)
+                index += 1
+            index = await self._send_blocks(pull, job, restarts, transfer, index)
             await self._send_windows(pull, transfer, index)
             await transfer.complete()
+            if pull.image is not None and state is not None:
+                self._prefixes.parked.give_way(pull.image.tenant_salt, pull.image.session_id)
         except BaseException as error:
             await transfer.fail(str(error) or type(error).__name__)
             raise
         finally:
             self.num_bytes += transfer.num_bytes_sent
 
+    def _image(self, pull: Pull) -> ParkedState[torch.Tensor] | None:
+        """The parked state that is asked for, if it is here."""
+        asked = pull.image
+        if asked is None:
+            return None
+        return self._prefixes.parked.find_exact(
+            asked.tenant_salt,
+            asked.session_id,
+            asked.num_tokens,
+            asked.digest,
+            self._prefixes.clock(),
+        )
+
     async def _send_blocks(
-        self, pull: Pull, job: Job | None, restarts: tuple[int, ...], transfer: OutboundTransfer
+        self,
+        pull: Pull,
+        job: Job | None,
+        restarts: tuple[int, ...],
+        transfer: OutboundTransfer,
+        num_sections: int,
     ) -> int:
-        """Send blocks until one will not come; returns the sections sent."""
-        sent = num_sections = 0
+        """Send blocks until one will not come; returns the sections sent by then."""
+        sent = 0
         while sent < len(pull.hashes):
             await self._until_held(pull, job, sent, restarts)
             stop = sent

@@ -49,6 +49,19 @@ class WindowSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A decode worker that probably keeps the parked state of the request's session.
+
+    Attributes:
+        holder: whom to ask.
+        num_tokens: processed positions of the state, a true prefix of the prompt.
+    """
+
+    holder: WorkerAddress
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderSource:
     """A running request that computes blocks [first, stop) of the same prompt.
 
@@ -76,15 +89,17 @@ class PrefixSources:
         blocks: any order; several for one block are tried in this one.
         windows: brought only if the chain reaches them.
         leader: followed last; None for nobody.
+        image: brought first; None for none.
     """
 
     blocks: tuple[BlockSource, ...] = ()
     windows: tuple[WindowSource, ...] = ()
     leader: LeaderSource | None = None
+    image: ImageSource | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to bring."""
-        return bool(self.blocks or self.windows or self.leader)
+        return bool(self.blocks or self.windows or self.leader or self.image)
 
 
 class PullEnd(StrEnum):
@@ -116,6 +131,7 @@ class PrefixOutcome:
         missing_windows: planned windows that were not there, each by the number of blocks before
             it.
         gone_at: first followed block that did not come; None if nobody was followed, or all came.
+        has_image: the session's parked state was brought from another worker.
     """
 
     num_planned: int = 0
@@ -126,6 +142,7 @@ class PrefixOutcome:
     num_windows_from_peers: int = 0
     missing_windows: tuple[int, ...] = ()
     gone_at: int | None = None
+    has_image: bool = False
 
     @property
     def num_from_peers(self) -> int:

@@ -1,7 +1,7 @@
 """How does a worker come to hold more of a prompt than it holds, before it plans the request?
 
-    hashes ─▶ disk ─▶ named peers ─▶ windows ─▶ leader ─▶ admitted
-                  └ each block lands under its identity, pinned ┘
+    session's image ─▶ disk ─▶ named peers ─▶ windows ─▶ leader ─▶ admitted
+                           └ each block lands under its identity, pinned ┘
 
 What does not come is computed. Two requests that want one block bring it once: the second waits for
 the first's, and asks by itself only if that failed.
@@ -32,8 +32,10 @@ from ripresa.workers.prefix_sources import (
     LeaderSource,
     PrefixOutcome,
     PrefixSources,
+    PullEnd,
     WindowSource,
 )
+from ripresa.workers.replay import Recipe
 from ripresa.workers.request import GenerationRequest
 
 
@@ -60,6 +62,7 @@ class PrefixHold:
         self.brought: dict[str, list[int]] = {}
         self.place = ""
         self.num_windows = 0
+        self.has_image = False
 
     def abort(self, error: RipresaError) -> None:
         """Give the request up: whoever waits for it raises `error`. Idempotent."""
@@ -115,6 +118,11 @@ class PrefixHold:
         self.brought.setdefault(self.place, []).extend(range(first, first + len(identities)))
         supply.arrived(identity.hash for identity in identities)
 
+    def land_image(self, num_tokens: int, recipe: Recipe, payload: torch.Tensor) -> None:
+        assert self._prefix is not None
+        self._prefix.take_image(num_tokens, recipe, payload.detach().cpu().clone())
+        self.has_image = True
+
     def land_window(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
         assert self._prefix is not None
         number = self._prefix.hashes.index(identity.hash)
@@ -169,6 +177,7 @@ class PrefixSupply:
         self._peers = None if pulls is None else PeerPlace(pulls, config)
         self._places = (*places,) if self._peers is None else (*places, self._peers)
         self._follow_timeout_s = config.follow_timeout_s
+        self._pull_timeout_s = config.pull_timeout_s
         self._window_period = config.hand_over_window_blocks
         self._arriving: dict[bytes, asyncio.Event] = {}
         self._holds: dict[str, PrefixHold] = {}
@@ -234,11 +243,11 @@ class PrefixSupply:
     async def _bring(self, hold: PrefixHold, prefix: RequestPrefix) -> None:
         request = hold.request
         wanted = prefix.wanted()
-        local = len(prefix.held(wanted))
-        planned = local
+        local = planned = len(prefix.held(wanted))
         due_s = None if request.deadline is None else request.deadline - self._clock()
         try:
             async with asyncio.timeout(due_s), hold.until_aborted():
+                await self._bring_image(wanted, prefix, hold)
                 for place in self._places:
                     chain = await place.chain(wanted)
                     planned = max(planned, len(chain))
@@ -268,7 +277,29 @@ class PrefixSupply:
             num_windows_from_peers=hold.num_windows,
             missing_windows=tuple(w.boundary // wanted.window for w in missing),
             gone_at=self._gone_at(wanted, num_held),
+            has_image=hold.has_image,
         )
+
+    async def _bring_image(
+        self, wanted: WantedPrefix, prefix: RequestPrefix, hold: PrefixHold
+    ) -> None:
+        """Bring the session's parked state; then more of its blocks are wanted."""
+        source, asked = wanted.sources.image, prefix.wanted_image()
+        if source is None or asked is None or self._pulls is None or source.holder == self._own:
+            return
+        how = await self._pulls.pull(
+            wanted,
+            source.holder,
+            hold,
+            first=0,
+            stop=0,
+            restarts=(),
+            image=asked,
+            timeout_s=self._pull_timeout_s,
+        )
+        if how not in (PullEnd.COMPLETE, PullEnd.SHORT, PullEnd.REFUSED):
+            wanted.lost.add(source.holder)
+        wanted.hashes = prefix.wanted().hashes
 
     def _with_handed_over(self, wanted: WantedPrefix) -> PrefixSources:
         """The sources, and the windows that a prefill which is taken over may have handed over."""

@@ -25,8 +25,9 @@ class WorkerReport:
         num_parameters: model parameters it holds.
         stats: load and work so far.
         layout_digest: of its KV layout; names of blocks depend on it.
-        block_bytes, window_bytes, hand_over_bytes: what of a prompt's state travels: block KV of
-            one block, one encoder window, everything of a hand-over but whole blocks.
+        block_bytes, window_bytes, hand_over_bytes, image_bytes: what of a prompt's state travels:
+            block KV of one block, one encoder window, everything of a hand-over but whole blocks,
+            a session's parked state.
         leaving: it takes no new work.
     """
 
@@ -40,6 +41,7 @@ class WorkerReport:
     block_bytes: int = 0
     window_bytes: int = 0
     hand_over_bytes: int = 0
+    image_bytes: int = 0
     leaving: bool = False
 
 

@@ -112,6 +112,7 @@ def _execution_lines(
             f"  real hit: {recipe.kind}, rows from {recipe.start}; {recipe.write_floor} tokens "
             f"reused, {outcome.num_from_peers * window} brought from peers and "
             f"{outcome.num_from_disk * window} from disk"
+            f"{'; the state was brought' if outcome.has_image else ''}"
         )
     if execution.error:
         lines.append(f"  failed: {execution.error}")
@@ -139,6 +140,8 @@ def _sources(candidate: Candidate, window: int) -> list[str]:
     lines += [
         f"the window at {part.boundary} from {part.holder.worker_id}" for part in sources.windows
     ]
+    if sources.image is not None:
+        lines.insert(0, f"the session's parked state from {sources.image.holder.worker_id}")
     if sources.leader is not None:
         leader = sources.leader
         lines.append(

@@ -19,7 +19,12 @@ from ripresa.cluster.routing.route_plan import Candidate, Cost, PlannedHit, Rout
 from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import Unavailable
-from ripresa.workers.prefix_sources import BlockSource, LeaderSource, PrefixSources
+from ripresa.workers.prefix_sources import (
+    BlockSource,
+    ImageSource,
+    LeaderSource,
+    PrefixSources,
+)
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.replay_plan import PrefillPlan
 from ripresa.workers.replay_planner import plan_hit
@@ -32,10 +37,15 @@ MAX_ENCODERS = 3
 
 @dataclass(frozen=True, slots=True)
 class SessionHome:
-    """The decode worker that keeps a session's state after `num_tokens` processed positions."""
+    """The decode worker that keeps a session's state after `num_tokens` processed positions.
+
+    Attributes:
+        restarts: lineage of the blocks below it.
+    """
 
     worker_id: str
     num_tokens: int
+    restarts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,7 @@ def plan_route(
         raise Unavailable("no decode worker is ready; retry, or check the cluster's status")
     if query.decoder is not None and not encoders:
         raise Unavailable("no encoder worker is left for the prompt")
-    routes = _Routes(query, decoders, encoders, settings)
+    routes = _Routes(query, decoders, encoders, settings, {w.worker_id: w for w in workers})
     ranked = sorted(routes.candidates(), key=routes.rank)
     chosen, rest = ranked[0], tuple(ranked[1 : 1 + MAX_ALTERNATIVES])
     decoder = next(worker for worker in decoders if worker.worker_id == chosen.decoder)
@@ -127,6 +137,7 @@ class _Routes:
     decoders: list[WorkerLoad]
     encoders: list[WorkerLoad]
     settings: PlannerSettings
+    known: Mapping[str, WorkerLoad]
     _held: HeldPrefix = field(init=False)
     _loads: Mapping[str, WorkerLoad] = field(init=False)
     _plans: dict[tuple[PrefixChain, tuple[int, ...]], PrefillPlan] = field(init=False)
@@ -220,7 +231,8 @@ class _Routes:
 
     def _home(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The route that goes on from the session's parked state, if its worker has the time."""
-        home = next((c for c in candidates if c.hit.kind is PlanKind.RESUME), None)
+        resuming = (c for c in candidates if c.hit.kind is PlanKind.RESUME)
+        home = next((c for c in resuming if c.sources.image is None), None)
         if home is None:
             return None
         work = {worker.worker_id: worker.queue_s for worker in self.decoders}
@@ -228,7 +240,7 @@ class _Routes:
         return home if name == home.decoder else None
 
     def _local(self, decoder: WorkerLoad) -> Candidate:
-        work = self._resume(decoder) or self._work(decoder)
+        work = self._resume(decoder) or self._cheaper(decoder, self._moved(decoder))
         num_rows = work.num_encoder_rows + work.num_decoder_rows
         bound = _max_chunk_rows(decoder, self.query, self.settings)
         cost = Cost(
@@ -262,6 +274,34 @@ class _Routes:
         hit = PlannedHit(PlanKind.RESUME, home.num_tokens)
         num_decoder_rows = min(new, query.geometry.window)
         return _Work(hit, PrefixSources(), PrefixChain(), new, num_decoder_rows, 0.0)
+
+    def _moved(self, decoder: WorkerLoad) -> _Work | None:
+        """The session going on from its parked state, brought from its home; None if it cannot."""
+        query, home = self.query, self.query.home
+        if home is None or home.worker_id not in self.known:
+            return None
+        work = self._resume(replace(decoder, address=self.known[home.worker_id].address))
+        if work is None:
+            return None
+        window, holder = query.geometry.window, self.known[home.worker_id].address
+        num_blocks, sizes = home.num_tokens // window, decoder.sizes
+        restarts = tuple(r for r in home.restarts if r < num_blocks * window)
+        chain = PrefixChain(restarts, num_blocks)
+        num_local = self._held.share(decoder.worker_id, chain)
+        blocks = (BlockSource(holder, restarts, 0, num_blocks),) if num_blocks else ()
+        bring_s = self._transfer_s(sizes.image_bytes)
+        if num_local < num_blocks:
+            bring_s += self._transfer_s((num_blocks - num_local) * sizes.block_bytes)
+        hit = replace(work.hit, num_blocks=num_blocks, num_local=num_local, restarts=restarts)
+        sources = PrefixSources(blocks, image=ImageSource(holder, home.num_tokens))
+        return replace(work, hit=hit, sources=sources, chain=chain, bring_s=bring_s)
+
+    def _cheaper(self, decoder: WorkerLoad, moved: _Work | None) -> _Work:
+        """What a decode worker does without the session's state, or with it if that is sooner."""
+        work = self._work(decoder)
+        if moved is None or self._seconds(decoder, moved) > self._seconds(decoder, work):
+            return work
+        return moved
 
     def _work(self, worker: WorkerLoad) -> _Work:
         """The cheaper of what it holds by itself, and of that with what others hold."""
@@ -380,7 +420,9 @@ def _reason(chosen: Candidate, rest: Sequence[Candidate], has_encoders: bool) ->
         where = "local, since there are no encoders"
     hit = chosen.hit
     if hit.kind is PlanKind.RESUME:
-        what = f"the session's state of {hit.start} tokens is parked there"
+        image = chosen.sources.image
+        whence = "is parked there" if image is None else f"comes from {image.holder.worker_id}"
+        what = f"the session's state of {hit.start} tokens {whence}"
     else:
         what = f"{hit.kind} from {hit.start}"
     reason = f"{where}; {what}; {chosen.cost}"

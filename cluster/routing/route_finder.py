@@ -191,7 +191,8 @@ class RouteFinder:
         execution.hash(b"", self.window)
         # The last sampled token has no row.
         num_processed = len(prompt.token_ids) + finished.num_generated_tokens - 1
-        home = SessionHome(decoder, num_processed)
+        restarts = () if execution.recipe is None else execution.recipe.restarts
+        home = SessionHome(decoder, num_processed, restarts)
         self._homes.put(prompt.tenant_salt, prompt.session_id, home, execution.hashes)
 
     def give_up(self, execution: Execution, route: Placement) -> None:

@@ -46,6 +46,7 @@ class StateSizes:
     block_bytes: int = 0
     window_bytes: int = 0
     hand_over_bytes: int = 0
+    image_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +135,7 @@ def _worker_load(
         decode_step_s=(
             settings.decode_step_s if rates.decode_step_s is None else rates.decode_step_s
         ),
-        sizes=StateSizes(report.block_bytes, report.window_bytes, report.hand_over_bytes),
+        sizes=StateSizes(
+            report.block_bytes, report.window_bytes, report.hand_over_bytes, report.image_bytes
+        ),
     )

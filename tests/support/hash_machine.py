@@ -300,11 +300,19 @@ class HashMachine:
         block = self._blocks[block_table[num_tokens // WINDOW]][:partial] if partial else []
         values = [_present(entry) for entry in block]
         values.append(-1 if state.pair is None else state.pair)
-        for ring in (*state.encoder, state.source, state.decoder):
+        # The model keeps layer E's rows in a ring like all others.
+        source = dict(sorted(state.source.items())[-self.ring_rows :])
+        for ring in (*state.encoder, source, state.decoder):
             values.append(len(ring))
             for position, value in ring.items():
                 values += [position, value]
+        # As large as for full rings, so that the size follows from the length alone.
+        values += [0] * (self.image_bytes(num_tokens) // 8 - len(values))
         return _to_bytes(values)
+
+    def image_bytes(self, num_tokens: int) -> int:
+        num_rings = NUM_ENCODER_LAYERS + 2
+        return 8 * (num_tokens % WINDOW + 1 + num_rings * (1 + 2 * self.ring_rows))
 
     def import_image(
         self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor

@@ -240,6 +240,7 @@ class RoutedCluster:
                 100,
                 100,
                 100,
+                100,
             )
             for name, worker in self.workers_by_id.items()
             if name not in self.dead

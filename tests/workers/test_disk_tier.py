@@ -21,7 +21,7 @@ from ripresa.workers.disk_tier import RETRY_S, DiskTier
 from ripresa.workers.errors import ResourceExhausted
 from ripresa.workers.prefix_place import WantedPrefix
 from ripresa.workers.prefix_sources import PrefixSources
-from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant, cold_recipe
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant, cold_recipe
 
 HASHES = [bytes([number]) * 16 for number in range(6)]
 
@@ -88,6 +88,9 @@ class FakeLanding:
         assert tuple(producers) == (Producer.DECODE,)
         assert bytes(payload.numpy()) == repr(identity).encode()
         self.landed.append((first, identity))
+
+    def land_image(self, num_tokens: int, recipe: Recipe, payload: torch.Tensor) -> None:
+        raise AssertionError("a disk holds no sessions")
 
     def land_window(self, identity: BlockIdentity, payload: torch.Tensor) -> None:
         raise AssertionError("a disk holds no windows")

@@ -20,7 +20,7 @@ from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
-from ripresa.workers.prefix_sources import BlockSource, PrefixSources, WindowSource
+from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources, WindowSource
 from ripresa.workers.replay import PlanKind, ReplayMode
 from ripresa.workers.transfer.base import Peer
 from ripresa.workers.transfer.loopback import LoopbackTransport
@@ -127,3 +127,31 @@ async def test_an_encoder_s_blocks_serve_a_decode_worker_bit_for_bit(
             recipe = await run(puller, replace(request, sources=sources))
         assert recipe.write_floor == 72
     assert torch.equal(stacked(pulled), await cold(prompt, ReplayMode.EXACT))
+
+
+@pytest.mark.parametrize("parked", [64, 75, 86])
+async def test_a_session_goes_on_elsewhere_bit_for_bit(
+    prompt: tuple[int, ...], parked: int
+) -> None:
+    """Whole blocks alone, an odd length with its open pair, and a half block; little is new."""
+    first = replace(ask(prompt[:parked]), session_id="s")
+    second = replace(ask(prompt[: parked + 5], max_tokens=12), session_id="s")
+    async with three_workers() as (holder, puller, _, model):
+        await run(holder, first)
+        blocks = (BlockSource(HOLDERS["d0"], (), 0, parked // WINDOW),)
+        sources = PrefixSources(blocks, image=ImageSource(HOLDERS["d0"], parked))
+        with model.watched() as moved:
+            recipe = await run(puller, replace(second, sources=sources))
+        assert (recipe.kind, recipe.start) == (PlanKind.RESUME, parked)
+        runner = model.runner
+        assert puller.stats().pulls.received_bytes == (
+            runner.image_bytes(parked) + runner.block_bytes(parked // WINDOW)
+        )
+    home = Observed()
+    engine = DecodeEngine("home", home.runner, FULL)
+    await engine.start()
+    await run(engine, first)
+    with home.watched() as stayed:
+        assert await run(engine, second) == recipe
+    await engine.stop()
+    assert torch.equal(stacked(moved), stacked(stayed))

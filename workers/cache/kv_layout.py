@@ -124,6 +124,11 @@ class KVLayout:
             total += self.window_bytes(rows, 1)
         return total + (num_tokens - output_start) * self.output_row_bytes
 
+    def image_bytes(self, num_tokens: int, num_layers: int) -> int:
+        """Bytes of a parked sequence of `num_tokens` positions, with the rings of these layers."""
+        total = self.partial_block_bytes(num_tokens % self.window)
+        return total + self.window_bytes(self.ring_rows, num_layers) + self.open_pair_bytes
+
     @property
     def digest(self) -> bytes:
         """16 bytes; equal on both ends iff the same bytes mean the same values."""

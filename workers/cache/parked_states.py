@@ -10,8 +10,10 @@ own: others need their pages now.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Generic, Protocol, TypeVar
 
 from ripresa.workers.replay import Recipe
@@ -124,6 +126,20 @@ class ParkedStates(Generic[P]):
             return None
         return state
 
+    def find_exact(
+        self, tenant_salt: bytes, session_id: str, num_tokens: int, digest: bytes, now: float
+    ) -> ParkedState[P] | None:
+        """The session's state if it is for as many tokens of this `token_digest`, in time."""
+        state = self._held.get((tenant_salt, session_id))
+        if state is None or now >= state.expires or len(state.token_ids) != num_tokens:
+            return None
+        return state if token_digest(state.token_ids) == digest else None
+
+    def give_way(self, tenant_salt: bytes, session_id: str) -> None:
+        """The session goes on elsewhere: its state makes room before all others."""
+        if (tenant_salt, session_id) in self._held:
+            self._held.move_to_end((tenant_salt, session_id), last=False)
+
     def clear(self) -> None:
         """Forget every session's state."""
         self._held.clear()
@@ -134,3 +150,8 @@ class ParkedStates(Generic[P]):
         state = self._held.pop((tenant_salt, session_id), None)
         if state is not None:
             self._num_bytes -= state.num_bytes
+
+
+def token_digest(token_ids: tuple[int, ...]) -> bytes:
+    """Names a state's tokens without sending them."""
+    return sha256(array("q", token_ids).tobytes()).digest()

@@ -140,6 +140,9 @@ class ModelRunner(Protocol):
     def export_image(self, slot: int, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
         """A sequence's state but whole blocks, uint8: all rings, open pairs, the partial block."""
 
+    def image_bytes(self, num_tokens: int) -> int:
+        """Bytes of a sequence's image after so many tokens."""
+
     def import_image(
         self, slot: int, block_table: Sequence[int], num_tokens: int, payload: torch.Tensor
     ) -> None: ...

@@ -50,12 +50,14 @@ TRANSITIONS: Mapping[TransferState, frozenset[TransferState]] = {
 
 class SectionKind(StrEnum):
     """BLOCKS: whole KV blocks. WINDOW: one native encoder window. ROWS: encoder output of W tail
-    rows before the last ones. STATE: everything else of a hand-over, once, last."""
+    rows before the last ones. STATE: everything else of a hand-over, once, last. IMAGE: a session's
+    parked state, once, first."""
 
     BLOCKS = "blocks"
     WINDOW = "window"
     ROWS = "rows"
     STATE = "state"
+    IMAGE = "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class PullManifest:
         first_block: number of the first block that is sent, the first of the pull.
         restarts: lineage of the chain that the blocks belong to; each block has those of them
             that lie below its end.
+        image: what the session followed whose parked state is sent; None if none is.
     """
 
     transfer_id: str
@@ -117,6 +120,7 @@ class PullManifest:
     first_block: int
     restarts: tuple[int, ...]
     generation: int = 0
+    image: Recipe | None = None
 
     @property
     def subject(self) -> str:
@@ -321,6 +325,22 @@ class PulledWindow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PulledImage:
+    """A session's parked state that a pull asks for.
+
+    Attributes:
+        tenant_salt, session_id: whose it is.
+        num_tokens: its processed positions.
+        digest: of their tokens (`parked_states.token_digest`).
+    """
+
+    tenant_salt: bytes
+    session_id: str
+    num_tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """Asks a worker to send blocks and windows that it holds, or is about to compute.
 
@@ -338,6 +358,7 @@ class Pull:
         leader: request, or claim, whose blocks are wanted as they are completed; None to send
             what is held now.
         windows: wanted as well, sent after the blocks.
+        image: wanted as well, sent before the blocks; None for none.
     """
 
     pull_id: str
@@ -349,6 +370,7 @@ class Pull:
     restarts: tuple[int, ...] | None
     leader: str | None = None
     windows: tuple[PulledWindow, ...] = ()
+    image: PulledImage | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ripresa.cluster.routing.worker_load import PlannerSettings, StateSizes, Wor
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.errors import Unavailable
+from ripresa.workers.prefix_sources import BlockSource, ImageSource
 from ripresa.workers.replay import PlanKind, TailVariant, cold_recipe
 from ripresa.workers.replay_planner import plan_prefill
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
@@ -22,7 +23,7 @@ from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
 W, R = 8, 2
 GEOMETRY = ReplayGeometry(W, R, 3, 3)
 SETTINGS = PlannerSettings(bandwidth_bytes_per_s=1e6, round_trip_s=0.001)
-SIZES = StateSizes(100, 300, 500)
+SIZES = StateSizes(100, 300, 500, 400)
 NAMES = ("d0", "d1", "d2", "e0", "e1")
 HASHES = tuple(f"h{number}".encode() for number in range(12))
 
@@ -206,6 +207,59 @@ def test_a_session_goes_on_at_home_unless_that_takes_longer() -> None:
     assert (plan.chosen.hit.kind, plan.chosen.hit.start) == (PlanKind.RESUME, 80)
     busy = tuple(replace(w, queued_rows=1000 * (w.worker_id == "d2")) for w in LOADS)
     assert plan_route(asked, busy, SETTINGS).decoder != "d2"
+
+
+BUSY_HOME = tuple(replace(w, queued_rows=1000 * (w.worker_id == "d2")) for w in LOADS)
+
+
+@pytest.mark.parametrize("why", ["busy", "avoided"])
+def test_a_session_moves_with_its_state(why: str) -> None:
+    """Its home has no time, or refused the request, but lives."""
+    held = {"d1": [Held(HASHES, 4)]}
+    home = SessionHome("d2", 83, (2 * W, 11 * W))
+    asked = query(held, home=home, avoid={"d2"} if why == "avoided" else frozenset())
+    plan = plan_route(asked, BUSY_HOME if why == "busy" else LOADS, SETTINGS)
+    chosen, address = plan.chosen, WorkerAddress("d2", WorkerKind.DECODE)
+    assert (chosen.hit.kind, chosen.hit.start, chosen.encoder) == (PlanKind.RESUME, 83, None)
+    assert chosen.decoder in ("d0", "d1")
+    assert chosen.sources.image == ImageSource(address, 83)
+    # All blocks below the state, in its lineage.
+    assert chosen.sources.blocks == (BlockSource(address, (2 * W,), 0, 10),)
+    assert "comes from d2" in plan.reason
+
+
+def test_a_state_s_bytes_are_part_of_the_cost() -> None:
+    held = {"d0": [Held(HASHES, 12)]}
+    asked = query(held, home=SessionHome("d2", 96))
+    large = tuple(replace(w, sizes=StateSizes(100, 300, 500, 10_000)) for w in BUSY_HOME[:3])
+    plan = plan_route(asked, large, SETTINGS)
+    assert plan.chosen.hit.kind is PlanKind.RESUME
+    moved = 2 * SETTINGS.round_trip_s + (10_000 + 100) / SETTINGS.bandwidth_bytes_per_s
+    # The last of twelve blocks lies above what a hit could use: the planner does not ask for it.
+    assert plan.chosen.cost.bring_s == pytest.approx(moved)
+    slow = replace(SETTINGS, bandwidth_bytes_per_s=1e4)
+    assert plan_route(asked, large, slow).chosen.hit.kind is not PlanKind.RESUME
+
+
+@given(cluster, loads, st.integers(1, 12 * W + 2), st.sets(st.sampled_from(NAMES[:3]), max_size=2))
+@settings(max_examples=100, deadline=None)
+def test_only_a_living_home_gives_a_state(
+    held: dict[str, list[Held]],
+    workers: tuple[WorkerLoad, ...],
+    num_tokens: int,
+    avoid: set[str],
+) -> None:
+    asked = query(held, home=SessionHome("d2", num_tokens), avoid=avoid)
+    plan = plan_route(asked, workers, SETTINGS)
+    for candidate in (plan.chosen, *plan.alternatives):
+        is_resume = candidate.hit.kind is PlanKind.RESUME
+        assert is_resume or candidate.sources.image is None
+        assert (candidate.sources.image is None) or candidate.encoder is None
+        assert not is_resume or (candidate.sources.image is None) == (candidate.decoder == "d2")
+    alive = [worker for worker in workers if worker.worker_id != "d2"]
+    without = plan_route(replace(asked, avoid=avoid - {"d0"}), alive, SETTINGS)
+    for candidate in (without.chosen, *without.alternatives):
+        assert candidate.hit.kind is not PlanKind.RESUME
 
 
 def test_a_holder_computes_unless_it_is_far_above_the_mean() -> None:

@@ -110,6 +110,46 @@ async def test_a_session_computes_only_what_is_new(encoders: int, decoders: int)
             tokens += answered.tokens + tokens_of(200 + number, 3 + number % 11)
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "without a directory"])
+async def test_a_session_moves_from_a_busy_home(is_told: bool) -> None:
+    """Every turn runs elsewhere, from the state that the turn before left, and says so."""
+    async with routed_cluster(0, 3, config=WINDOWS) as cluster:
+        cluster.directory.is_down = not is_told
+        tokens = tokens_of(4, 40)
+        processed, visited = 0, set[str]()
+        for number in range(NUM_TURNS):
+            asked = ask(tokens, f"turn {number}", session="loop")
+            answered = await turn(cluster, asked)
+            home = answered.placed.worker_id
+            assert answered.recipe.start == processed
+            assert number == 0 or answered.recipe.kind is PlanKind.RESUME
+            assert answered.planned.prefix.has_image is (number > 0)
+            assert not answered.planned.hit_error_tokens
+            if number:
+                said = cluster.router.explain(asked.request_id)
+                assert any("the session's parked state from" in line for line in said), said
+            processed = len(tokens) + len(answered.tokens) - 1
+            tokens += answered.tokens + tokens_of(400 + number, 1 + number % 11)
+            cluster.busy = {home: 10_000}
+            visited.add(home)
+        assert len(visited) > 1
+
+
+async def test_a_session_whose_home_forgot_it_is_an_ordinary_prompt() -> None:
+    async with routed_cluster(0, 3, config=WINDOWS) as cluster:
+        tokens = tokens_of(5, 60)
+        first = await turn(cluster, ask(tokens, "first", session="loop"))
+        home = first.placed.worker_id
+        cluster.busy = {home: 10_000}
+        cluster.workers_by_id[home].engine._core._prefixes.parked.clear()
+        tokens += first.tokens + tokens_of(500, 9)
+        second = await turn(cluster, ask(tokens, "second", session="loop"))
+        assert second.placed.worker_id != home
+        assert second.recipe.kind is not PlanKind.RESUME
+        # Its blocks came all the same.
+        assert second.recipe.write_floor > 0
+
+
 @pytest.mark.parametrize("session", [None, "loop"])
 @pytest.mark.parametrize(("encoders", "decoders"), [(0, 3), (3, 3)])
 async def test_whatever_is_lost_between_turns_costs_rows_alone(
