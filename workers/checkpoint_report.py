@@ -9,6 +9,7 @@ from pathlib import Path
 from ripresa.workers.memory_plan import size
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.engram_ids import engram_hashes
 from ripresa.workers.models.deepseek_v41.inventory import (
     Inventory,
     StoredTensor,
@@ -24,6 +25,8 @@ def report_checkpoint(folder: Path) -> Iterator[str]:
         ConfigError, CheckpointError: it would not; naming the field, or tensor and file, at fault.
     """
     config = ModelConfig.from_file(folder / "config.json")
+    if config.engram.layer_ids:
+        engram_hashes(config.engram)  # the table rows that they give must be the config's
     with Checkpoint(folder) as checkpoint:
         inventory = take_inventory(checkpoint.entries, config)
         entries = checkpoint.entries

@@ -121,6 +121,16 @@ def test_a_config_with_vision_is_refused(tmp_path: Path) -> None:
     assert 'vision_config: images are not supported; write "vision_config": null' in result.stderr
 
 
+def test_inspect_refuses_tables_of_other_rows_than_their_primes_sum_to(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    document["text_config"]["engram_num_embeddings"][0] += 1
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    result = ripresa("checkpoint", "inspect", str(tmp_path))
+    assert result.exit_code == MISUSED
+    assert "engram_num_embeddings: is [385], but the other engram fields give" in result.stderr
+
+
 def test_inspect_fails_where_a_worker_would(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     remove_tensor(tmp_path, "norm.weight")

@@ -97,6 +97,8 @@ def test_any_value_as_the_document(document: object) -> None:
         ({"num_hidden_layers": 2**13, "compress_ratios": [0] * 2**13}, "kv_source_layer_ids"),
         ({"engram_n_heads": 2**13}, "engram_n_heads"),
         ({"engram_layer_ids": [1, 1], "engram_num_embeddings": [5, 5]}, "engram_layer_ids"),
+        ({"engram_vocab_size": 2**40}, "engram_num_embeddings"),
+        ({"engram_n_heads": 400}, "engram_num_embeddings"),
         ({"engram_compressed_vocab_size": 2**40}, "engram_compressed_vocab_size"),
         ({"hc_sinkhorn_iters": 2**30}, "text_config.hc_sinkhorn_iters"),
         ({"dspark_n_routed_experts": 2**30}, "text_config.dspark_n_routed_experts"),
@@ -150,10 +152,16 @@ def test_what_would_make_another_model_is_refused_by_name(
 def test_fields_that_change_nothing_may_stand_there() -> None:
     plain = parse(tiny_config())
     said = tiny_config(n_group=1, topk_group=1, use_cache=True, torch_dtype="bfloat16")
-    said |= {"transformers_version": "5.0", "image_token_id": 7, "tie_word_embeddings": False}
+    said |= {"transformers_version": "5.0", "audio_token_id": 7, "tie_word_embeddings": False}
     assert parse(said) == plain
     beside = tiny_config() | {"eos_token_id": 5}
     assert ModelConfig.from_dict(beside).eos_token_id == 5
+
+
+def test_the_id_of_images_is_read_wherever_it_stands() -> None:
+    for config in (tiny_config() | {"image_token_id": 7}, tiny_config(image_token_id=7)):
+        assert ModelConfig.from_dict(config).image_token_id == 7
+    assert ModelConfig.from_dict(tiny_config()).image_token_id is None
 
 
 @pytest.mark.parametrize(

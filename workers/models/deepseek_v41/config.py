@@ -405,6 +405,13 @@ def _validate_engram(c: ModelConfig) -> None:
     hashes = len(engram.layer_ids) * (engram.max_ngram_size - 1) * engram.num_heads
     if hashes > _MAX_HASHES:
         raise ConfigError("engram_n_heads", f"gives {hashes} hashes a token, an absurd number")
+    least = (engram.max_ngram_size - 1) * engram.num_heads * engram.vocab_size
+    if min(engram.num_embeddings) < least:  # before primes of any size are looked for
+        raise ConfigError(
+            "engram_num_embeddings",
+            f"the other engram fields give tables of at least {least} rows, is "
+            f"{list(engram.num_embeddings)}; the config does not belong to a V4.1-class checkpoint",
+        )
     if not engram.compressed_vocab_size <= c.vocab_size:
         raise ConfigError("engram_compressed_vocab_size", "must be at most vocab_size")
     if engram.pad_token_id >= c.vocab_size:
