@@ -709,7 +709,7 @@ ACTIONS = st.lists(
 def test_whatever_peers_are_named_streams_are_right_and_pools_intact(actions: list[Any]) -> None:
     async def run() -> None:
         config = replace(HASTY, windows=WindowConfig(WindowPolicy.FULL))
-        async with peer_cluster(2, 2, config=config, num_blocks=24, lanes=IMPATIENT) as cluster:
+        async with peer_cluster(2, 2, config=config, num_blocks=24) as cluster:
             tasks: list[tuple[GenerationRequest, asyncio.Task[Stream], bool]] = []
             for number, (name, seed, part, ranges, leader, cancel, pause) in enumerate(actions):
                 request = ask(prompt(seed, 80)[: 20 + 15 * part], f"r{number}", max_tokens=2)

@@ -233,6 +233,12 @@ class _Outbound:
         except asyncio.CancelledError:
             self.abandon("cancelled")
             raise
+        except RipresaError as error:
+            if self._state is TransferState.FAILED:
+                # It was ended from outside, which broke the lane: the reason, not the symptom.
+                raise self._failed() from error
+            self.abandon(str(error))
+            raise
         except BaseException as error:
             self.abandon(str(error))
             raise
@@ -302,12 +308,15 @@ class _Outbound:
 
     def _require_running(self) -> None:
         if self._state is TransferState.FAILED:
-            raise Unavailable(f"transfer {self._manifest.transfer_id} failed: {self._failure}")
+            raise self._failed()
         if self._state is TransferState.COMPLETE:
             raise RipresaError(
                 ErrorCode.FAILED_PRECONDITION,
                 f"transfer {self._manifest.transfer_id} is complete; nothing more can be sent",
             )
+
+    def _failed(self) -> Unavailable:
+        return Unavailable(f"transfer {self._manifest.transfer_id} failed: {self._failure}")
 
     def _end(self, state: TransferState) -> None:
         self._state = state
