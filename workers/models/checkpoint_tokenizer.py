@@ -59,6 +59,6 @@ def usable_tokenizer() -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise CheckpointError(
-                f"{TOKENIZER_FILE} is no usable tokenizer ({error}); copy the file again"
+                f"the checkpoint has no usable {TOKENIZER_FILE} ({error}); copy the file again"
             ) from error
         raise
