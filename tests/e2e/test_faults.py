@@ -5,7 +5,9 @@ Every test ends with a whole cluster in which nothing of the request is left.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -17,16 +19,20 @@ from served_cluster import (
     ServedCluster,
     Stream,
     eventually,
+    generate_request,
     kill,
     stopped,
 )
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.gateway.client import Client, Piece
+from ripresa.cluster.gateway.recorder import recipe_of
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
+from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.report import WorkerReport
 
+WASTED = "ripresa_wasted_tokens_total"
 PATIENCE_S = 30.0
 """A retry costs up to two leases and a second prefill on a busy machine; Ray takes a minute."""
 
@@ -117,6 +123,59 @@ def test_killed_decode_worker_in_mid_stream(
     kill(split.listed()[stream.answer.started.worker_id])
     # The answer goes on elsewhere, by the same recipe, where it stood.
     assert stream.end().tokens == reference.answer(question)
+
+
+def unique_tokens(name: str, length: int) -> tuple[int, ...]:
+    """A prompt that no other test sends."""
+    return tuple(random.Random(name).choices(range(10, 4000), k=length))
+
+
+def recipe(answer: Answer) -> Recipe:
+    assert answer.completed is not None, answer.details
+    return recipe_of(answer.completed.cache, answer.completed.build.seed)
+
+
+@pytest.mark.parametrize("session", ["", "a session in danger"], ids=["a hit", "a session"])
+def test_killed_decode_worker_in_mid_stream_of(
+    split: ServedCluster, reference: ReferenceEngine, session: str
+) -> None:
+    """What was cached or parked is gone in part; the answer is by the same recipe all the same."""
+    first = Question(unique_tokens(f"killed {session}", 900), max_tokens=4, reads_cache=True)
+    request = generate_request(first)
+    request.options.session_id = session
+    tokens = first.token_ids + split.ask(request).tokens + unique_tokens("more", 20)
+    second = replace(first, token_ids=tokens, max_tokens=48, temperature=0.8, seed=77)
+    request = generate_request(second)
+    request.options.session_id = session
+    wasted = split.metrics().get(WASTED, 0.0)
+    stream = split.open(request)
+    stream.read(3)
+    started = stream.answer.started
+    assert started is not None
+    kill(split.listed()[started.worker_id])
+    answer = stream.end()
+    # It was caught in the middle: its rows were computed twice.
+    assert split.metrics()[WASTED] > wasted
+    followed = recipe(answer)
+    assert (followed.kind is PlanKind.RESUME) is bool(session)
+    assert followed.start >= 640
+    assert answer.tokens == reference.follow(second, followed)
+
+
+def test_killed_encoder_in_mid_prefill_after_a_hit(
+    split: ServedCluster, reference: ReferenceEngine
+) -> None:
+    tokens = unique_tokens("killed encoder", 4200)
+    head = Question(tokens[:1200], max_tokens=1, reads_cache=True)
+    assert split.ask(head).tokens
+    question = replace(head, token_ids=tokens, max_tokens=8, temperature=0.8, seed=78)
+    before = split.workers()
+    stream = split.open(question)
+    kill(prefilling(split, before))
+    answer = stream.end()
+    followed = recipe(answer)
+    assert followed.write_floor >= 1024
+    assert answer.tokens == reference.follow(question, followed)
 
 
 def test_both_encoders_killed(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from reference_engine import Question, ReferenceEngine
 from served_cluster import Answer, ServedCluster, generate_request
 
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources
+from ripresa.workers.replay import PlanKind
+from ripresa.workers.request import (
+    EngineEvent,
+    GenerationRequest,
+    Reserved,
+    SamplingParams,
+    Tokens,
+)
 
 WINDOW, REWIND = 128, 6
 LENGTH = 700
@@ -103,6 +114,50 @@ def test_a_session_goes_on_where_it_paused(split: ServedCluster) -> None:
     stateless = split.ask(request)
     assert stateless.completed is not None
     assert stateless.completed.cache.kind != pb.PLAN_KIND_RESUME
+
+
+def test_a_session_s_state_moves_between_processes(
+    split: ServedCluster, reference: ReferenceEngine
+) -> None:
+    """The route is given here; when the planner takes it is tested with it."""
+    old, new = split.workers(WorkerKind.DECODE)
+    handle = split.cluster.handle("DecodeWorker").options(stream=True)
+
+    def run(request: GenerationRequest, worker_id: str) -> list[EngineEvent]:
+        return list(handle.generate.remote(request, True, worker_id=worker_id))
+
+    request = GenerationRequest(
+        request_id="first turn",
+        generation=0,
+        token_ids=question(4).token_ids,
+        num_prompt_tokens=LENGTH,
+        recipe=None,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        session_id="a session that moves",
+    )
+    run(request, old)
+    asked = Question((*request.token_ids, 77, 78, 79), max_tokens=8)
+    home = WorkerAddress(old, WorkerKind.DECODE)
+    sources = PrefixSources(
+        (BlockSource(home, (), 0, LENGTH // WINDOW),), image=ImageSource(home, LENGTH)
+    )
+    events = run(
+        replace(
+            request,
+            request_id="second turn",
+            token_ids=asked.token_ids,
+            num_prompt_tokens=len(asked.token_ids),
+            sampling=asked.sampling,
+            sources=sources,
+        ),
+        new,
+    )
+    reserved = next(event for event in events if isinstance(event, Reserved))
+    assert reserved.recipe is not None
+    assert (reserved.recipe.kind, reserved.recipe.start) == (PlanKind.RESUME, LENGTH)
+    assert reserved.prefix.has_image
+    tokens = tuple(t for e in events if isinstance(e, Tokens) for t in e.token_ids)
+    assert tokens == reference.follow(asked, reserved.recipe)
 
 
 def test_nothing_is_left(without_encoders: ServedCluster) -> None:
