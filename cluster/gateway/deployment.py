@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +157,8 @@ class Gateway:
         gateways: Any = serve.get_deployment_handle(context.deployment, context.app_name)
         async with failures("the other gateways"):
             asked = gateways.broadcast("explain", request_id)
-            answers = await asyncio.to_thread(asked.results, EXPLAIN_TIMEOUT_S)
+            # A gateway that is ending must not hide what the others remember.
+            answers = await asked.results_async(timeout_s=EXPLAIN_TIMEOUT_S, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, list):
                 return answer

@@ -190,6 +190,7 @@ def test_a_request_is_explained(spread: ServedCluster) -> None:
         cli, ["explain", "nobody", "--http-address", spread.cluster.http_address]
     )
     assert missing.exit_code != 0
+    assert "no plan of request nobody is remembered" in missing.output
 
 
 def test_two_tenants_share_nothing(spread: ServedCluster) -> None:
