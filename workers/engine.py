@@ -107,12 +107,15 @@ class EngineCore:
         )
         self._disk = open_disk_tier(config.disk, runner)
         self._keeping: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        # Whoever gives pages back, parked requests may go on.
         self._pages = PagePool(
             blocks,
             runner.num_blocks,
             SlotPool(config.max_num_seqs),
             runner.window,
             self._on_release,
+            self._wake.set,
         )
         limits = SchedulerLimits(
             geometry=runner.geometry,
@@ -141,7 +144,6 @@ class EngineCore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
         self._by_slot: dict[int, Job] = {}
         self._by_id: dict[str, Job] = {}
-        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = "the engine was not started"
         self._rates = StepRates()
@@ -320,6 +322,8 @@ class EngineCore:
         self._release_tail(job)
         if was_parked:
             self._forget(job)
+            # The next parked request may need less than this one waited for.
+            self._wake.set()
         job.notify()
 
     def fail(self, job: Job, error: RipresaError) -> None:
@@ -672,8 +676,6 @@ class EngineCore:
         if job.is_over and job.sequence.pages.slot == slot and not job.released.is_set():
             self._forget(job)
         self._runner.release_slot(slot)
-        # Parked requests may go on.
-        self._wake.set()
 
     def _forget(self, job: Job) -> None:
         del self._by_id[job.request.request_id]

@@ -32,9 +32,9 @@ def check(request: GenerationRequest, stream: Stream) -> None:
     stream.assert_equals(reference_stream(request, recipe=recipe_of(stream)))
 
 
-async def parked(engine: DecodeEngine) -> None:
-    """Return once a request is parked."""
-    while engine.stats().num_parked == 0:  # noqa: ASYNC110 -- engines tell nobody of it
+async def parked(engine: DecodeEngine, num_requests: int = 1) -> None:
+    """Return once so many requests are parked."""
+    while engine.stats().num_parked < num_requests:  # noqa: ASYNC110 -- engines tell nobody of it
         await asyncio.sleep(0)
 
 
@@ -122,6 +122,43 @@ async def test_a_parked_stream_may_end(end: str) -> None:
         assert engine.stats().num_parked == 0
         engine.check_integrity()
         check(first, await old)
+
+
+async def test_a_parked_stream_goes_on_when_borrowed_pages_come_back() -> None:
+    """Nothing else may be running by then: a disk copy or a pull had the pages that it lacks."""
+    async with local_engine(HashMachine(num_blocks=12), config()) as (engine, _):
+        short = ask(prompt(1, 10), "old", max_tokens=40)
+        old = asyncio.create_task(collect(engine, short))
+        long = ask(prompt(2, 50), "young", max_tokens=40)
+        young = asyncio.create_task(collect(engine, long))
+        await parked(engine)
+        loan = engine._core._pages.borrow_new(engine.stats().num_free_blocks - 3)
+        check(short, await old)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.stats().num_parked == 1
+        assert engine.stats().num_running == 0
+        loan.end()
+        check(long, await young)
+
+
+async def test_a_parked_stream_goes_on_when_the_one_before_it_is_cancelled() -> None:
+    """The one before it waited for more pages than there are."""
+    async with local_engine(HashMachine(num_blocks=16), config()) as (engine, _):
+        requests = [
+            ask(prompt(n, length), f"r{n}", max_tokens=40) for n, length in enumerate((10, 60, 20))
+        ]
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        await parked(engine, 2)
+        loan = engine._core._pages.borrow_new(engine.stats().num_free_blocks - 3)
+        await tasks[0]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.stats().num_parked == 2
+        assert engine.abort("r1")
+        check(requests[2], await tasks[2])
+        await tasks[1]
+        loan.end()
 
 
 @pytest.mark.parametrize("seed", range(8))

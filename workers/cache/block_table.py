@@ -116,6 +116,7 @@ class PagePool:
         slots: the worker's slots.
         window: W, tokens a block holds.
         forget_slot: called before a slot is given back, so that its next owner finds nothing.
+        freed: called after blocks were given back, whoever had them.
     """
 
     def __init__(
@@ -125,12 +126,14 @@ class PagePool:
         slots: SlotPool,
         window: int,
         forget_slot: Callable[[int], None],
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._blocks = blocks
         self._num_blocks = num_blocks
         self._slots = slots
         self._window = window
         self._forget_slot = forget_slot
+        self._freed = freed
         self._tables: dict[int, BlockTable] = {}
         self._loans: set[PageLoan] = set()
 
@@ -204,6 +207,7 @@ class PagePool:
             raise RipresaError(ErrorCode.INTERNAL, "borrowed KV blocks are given back twice")
         self._loans.discard(loan)
         self._blocks.release(loan.blocks)
+        self._freed()
 
     def extend(self, table: BlockTable) -> None:
         """Give a live sequence one block more.
@@ -229,6 +233,7 @@ class PagePool:
         self._blocks.release(old[:first])
         table.blocks = (*adopted, *own, *old[first:])
         table.num_adopted = len(chain)
+        self._freed()
 
     def _take(self, num_blocks: int, chain: Sequence[BlockIdentity]) -> tuple[int, ...]:
         adopted = self._blocks.adopt(chain)
@@ -245,6 +250,7 @@ class PagePool:
         finally:
             self._blocks.release(table.blocks)
             self._slots.free(table.slot)
+            self._freed()
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless every use of a page is a live table's or loan's."""

@@ -60,6 +60,27 @@ def test_a_reservation_that_fails_takes_nothing(num_blocks: int, num_slots: int)
     assert (pool.num_available_blocks, pool.num_free_slots) == (num_blocks, num_slots)
 
 
+def test_whoever_gives_blocks_back_tells_it() -> None:
+    told: list[int] = []
+    pool = PagePool(
+        BlockCache(BlockPool(4), 8),
+        4,
+        SlotPool(2),
+        8,
+        lambda slot: None,
+        lambda: told.append(pool.num_available_blocks),
+    )
+    table, loan = pool.reserve(9), pool.borrow_new(2)
+    assert told == []
+    loan.end()
+    assert told == [2]
+    table.hold()
+    table.retire()
+    assert told == [2]
+    table.drop()
+    assert told == [2, 4]
+
+
 def test_a_slot_returns_even_if_forgetting_it_fails() -> None:
     def forget(slot: int) -> None:
         raise RuntimeError("the runner is gone")
