@@ -122,8 +122,8 @@ class DecodeEngine:
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
-        Bringing comes first if the request names sources; RecipeFixed comes before PrefillDone if
-        Reserved has no recipe.
+        Bringing comes first if peers or a disk are asked for blocks; RecipeFixed comes before
+        PrefillDone if Reserved has no recipe.
 
         Closing the iterator, or cancelling the task that reads it, ends the work within a step.
         A stop token is not in any Tokens event; Finished names it and counts it.
@@ -135,7 +135,7 @@ class DecodeEngine:
             RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
         """
         stream = _Stream()
-        if request.sources:
+        if self._core.exchange.supply.asks(request):
             yield Bringing(self._worker_id)
         job = await self._core.admit(request, stream, is_inbound=not local)
         self._streams[job] = stream

@@ -234,11 +234,15 @@ class PrefixSupply:
             del self._holds[request.request_id]
             hold.ended.set()
 
+    def asks(self, request: GenerationRequest) -> bool:
+        """Whether peers or places are asked for the request, which may take a while."""
+        has_place = any(place is not self._peers for place in self._places)
+        return request.cache.reads and (bool(request.sources) or has_place)
+
     def _may_bring(self, request: GenerationRequest, needed_blocks: int) -> bool:
-        wants = bool(request.sources) or any(place is not self._peers for place in self._places)
         has_room = self.pages.num_free_slots > 0
         has_room = has_room and self.pages.num_available_blocks >= needed_blocks
-        return wants and request.cache.reads and has_room
+        return has_room and self.asks(request)
 
     async def _bring(self, hold: PrefixHold, prefix: RequestPrefix) -> None:
         request = hold.request

@@ -154,7 +154,8 @@ class FinishReason(StrEnum):
 class Bringing:
     """The decode worker lives and brings cached state before it reserves.
 
-    The first event of a request with sources; `Reserved` comes when they have ended.
+    The first event of a request for which peers or a disk are asked; `Reserved` comes when they
+    have ended.
     """
 
     worker_id: str

@@ -22,7 +22,7 @@ from ripresa.workers.config import DiskConfig, EngineConfig, WindowConfig, Windo
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.replay import PlanKind, ReplayMode
-from ripresa.workers.request import CacheUse, GenerationRequest
+from ripresa.workers.request import Bringing, CacheUse, GenerationRequest, Reserved
 
 MAX_LEN = 900
 
@@ -56,6 +56,17 @@ async def answered(engine: DecodeEngine, request: GenerationRequest) -> Stream:
     stream = await collect(engine, request)
     stream.assert_equals(reference_stream(request, MAX_LEN, recipe_of(stream)))
     return stream
+
+
+async def test_a_worker_with_a_disk_says_at_once_that_it_lives(tmp_path: Path) -> None:
+    """However slow the disk is: a gateway that hears nothing takes the worker for lost."""
+    async with life(with_disk(tmp_path)) as (engine, _):
+        request = ask(prompt(1, 30), max_tokens=3)
+        first = await anext(engine.generate(request, local=True))
+        assert isinstance(first, Bringing)
+        assert isinstance((await collect(engine, request)).events[0], Bringing)
+        blind = replace(request, cache=CacheUse(reads=False))
+        assert isinstance((await collect(engine, blind)).events[0], Reserved)
 
 
 @dataclass
