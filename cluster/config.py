@@ -25,6 +25,7 @@ from ripresa.workers.config import (
     Numerics,
     ParkConfig,
     WindowConfig,
+    WindowPolicy,
 )
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
 from ripresa.workers.errors import ConfigError
@@ -350,14 +351,19 @@ def check_against_model(config: ClusterConfig, model: ModelConfig) -> None:
     """Refuse settings that the model makes useless or impossible.
 
     Raises:
-        ConfigError: a budget below two windows, anchors that are no block boundaries, or `w8a8` for
-            a model it does not fit.
+        ConfigError: a budget below two windows, anchors or periodic windows that are no block
+            boundaries, or `w8a8` for a model it does not fit.
     """
     window = model.sliding_window
     if config.anchor_interval % window:
         raise ConfigError(
             "anchor_interval",
             f"must be a multiple of this model's window, {window}, is {config.anchor_interval}",
+        )
+    if config.windows.policy is WindowPolicy.PERIODIC and config.windows.period % window:
+        raise ConfigError(
+            "windows.period",
+            f"must be a multiple of this model's window, {window}, is {config.windows.period}",
         )
     pools = {"decoders": config.decoders.max_batched_tokens}
     if config.encoders.replicas > 0:

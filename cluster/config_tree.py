@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -121,11 +122,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 def _check_range(field: dataclasses.Field[Any], value: Any, path: str) -> None:
     if value is None:
         return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(path, f"must be a finite number, is {value}")
     at_least, at_most = field.metadata.get(_AT_LEAST), field.metadata.get(_AT_MOST)
-    # Negated, so that NaN is out of every range.
-    if at_least is not None and not value >= at_least:
+    if at_least is not None and value < at_least:
         raise ConfigError(path, f"must be at least {at_least}, is {value}")
-    if at_most is not None and not value <= at_most:
+    if at_most is not None and value > at_most:
         raise ConfigError(path, f"must be at most {at_most}, is {value}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.sampling import AskedSampling
+from ripresa.cluster.gateway.validation import check_name
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
 
@@ -214,9 +215,13 @@ def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
     """
     if body.get("priority", 0) != 0:
         raise InvalidArgument("priority", "`priority` is not supported yet")
-    session = body.get("session_id") or body.get("prompt_cache_key") or session_header or ""
+    names = ("session_id", "prompt_cache_key", "cache_salt")
+    given = {name: body.get(name, "") for name in names} | {"x-session-id": session_header or ""}
+    for name, value in given.items():
+        check_name(value, name)
+    session = given["session_id"] or given["prompt_cache_key"] or given["x-session-id"]
     try:
-        return pb.RequestOptions(cache_salt=body.get("cache_salt", ""), session_id=session)
+        return pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
     except ValueError as error:
         raise InvalidArgument("session_id or cache_salt", "is no text") from error
 

@@ -29,6 +29,9 @@ from ripresa.workers.scheduling.admission import check_tail
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
+MAX_NAME_CHARS = 1024
+"""Of a session's or a salt's name: a gateway remembers many."""
+
 MODES = {
     pb.REPLAY_MODE_UNSPECIFIED: ReplayMode.BOUNDED,
     pb.REPLAY_MODE_BOUNDED: ReplayMode.BOUNDED,
@@ -119,6 +122,12 @@ def check_request_id(request_id: str, field: str) -> None:
         )
 
 
+def check_name(name: str, field: str) -> None:
+    """Refuse the name of a session or a salt that is too long to be remembered."""
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidArgument(field, f"must have at most {MAX_NAME_CHARS} characters")
+
+
 def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
     policy = options.cache_policy
     return CacheUse(
@@ -158,10 +167,12 @@ def _read_input(
 
 
 def check_options(options: pb.RequestOptions) -> None:
-    """Refuse what the server cannot honour yet."""
+    """Refuse names that are too long, and what the server cannot honour yet."""
     policy = options.cache_policy
     if policy.replay_mode not in pb.ReplayMode.values():
         raise InvalidArgument("options.cache_policy.replay_mode", "is no known replay mode")
+    check_name(options.session_id, "options.session_id")
+    check_name(options.cache_salt, "options.cache_salt")
     unsupported = {
         "priority": options.priority != 0,
         "max_queue_time": options.HasField("max_queue_time"),

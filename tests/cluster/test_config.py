@@ -118,6 +118,8 @@ REFUSED = {
     "no room on disk": ("disk: {capacity_bytes: 0}", "disk.capacity_bytes", "below 1"),
     "no time on disk": ("disk: {max_age_h: 0}", "disk.max_age_h", "no number of hours"),
     "for ever on disk": ("disk: {max_age_h: .inf}", "disk.max_age_h", "inf"),
+    "never lapses": ("parked: {time_to_live_s: .nan}", "parked.time_to_live_s", "finite"),
+    "endless trip": ("planner: {round_trip_s: .inf}", "planner.round_trip_s", "finite"),
     "relative temp dir": ("ray: {temp_dir: tmp}", "ray.temp_dir", "absolute"),
     "long temp dir": (
         f"ray: {{temp_dir: /{'x' * MAX_TEMP_DIR_CHARS}}}",
@@ -205,6 +207,16 @@ def test_transfer_defaults_are_the_workers_own() -> None:
                 assert getattr(settings, field.name) == getattr(owner, field.name), field.name
     assert settings.backend is TransferBackend.AUTO
     assert ClusterConfig().decoder_engine().default_tail is TailVariant.FLOORED
+
+
+def test_periodic_windows_end_on_block_boundaries() -> None:
+    model = ModelConfig.from_file(DEMO_MODEL / "config.json")
+    check_against_model(load_config(None, ["windows.period=100"]), model)
+    with pytest.raises(ConfigError, match="multiple of this model's window, 128, is 100") as caught:
+        check_against_model(
+            load_config(None, ["windows.policy=periodic", "windows.period=100"]), model
+        )
+    assert caught.value.field == "windows.period"
 
 
 def test_a_budget_below_two_windows_is_refused() -> None:

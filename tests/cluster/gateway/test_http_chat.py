@@ -302,6 +302,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "messages",
         "invalid_request",
     ),
+    "session": ({"extra_body": {"session_id": "s" * 1025}}, "session_id", "invalid"),
+    "cache key": ({"prompt_cache_key": "s" * 1025}, "prompt_cache_key", "invalid"),
+    "salt": ({"extra_body": {"cache_salt": "s" * 1025}}, "cache_salt", "invalid"),
     "usage": ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid"),
 }
 

@@ -33,6 +33,8 @@ def policy(**values: Any) -> pb.GenerateRequest:
 
 REFUSED = {
     "no input": (pb.GenerateRequest(), "input", "`text` or as `token_ids`"),
+    "long session": (text(session_id="s" * 1025), "options.session_id", "at most 1024"),
+    "long salt": (text(cache_salt="s" * 1025), "options.cache_salt", "at most 1024"),
     "empty text": (pb.GenerateRequest(text=""), "text", "empty"),
     "empty ids": (tokens(), "token_ids.ids", "empty"),
     "long text": (pb.GenerateRequest(text="~" * 64), "text", "allows 63"),
