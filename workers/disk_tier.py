@@ -1,9 +1,10 @@
 """How does a worker use a store of blocks: what it keeps there, and what it brings back?
 
-    step done ── published blocks ──▶ copied in the step thread ──▶ written behind
+    step done ── published blocks ── missing? ──▶ copied in the step thread ──▶ written behind
     admission ── which chain? ── read and verified in threads ──▶ landed in the local cache
 
-Reads are bounded in time, since a request waits for them. A store that hangs is then left alone.
+Looks and reads are bounded in time, since requests wait for them, and pages do. A store that hangs
+is then left alone.
 """
 
 from __future__ import annotations
@@ -91,17 +92,38 @@ class DiskTier:
         """Count blocks that were not copied for want of room."""
         self._writer.drop(num_blocks)
 
-    def keep(self, blocks: Sequence[PublishedBlock], used_at: float) -> None:
-        """Copy blocks and queue them. Called in the step thread, while their pages are held.
+    async def missing(
+        self, blocks: Sequence[PublishedBlock], used_at: float
+    ) -> list[PublishedBlock]:
+        """Those of them that the store lacks; the others count as used.
+
+        None of them if the store does not answer in time: all are counted as dropped then.
 
         Args:
             used_at: seconds since the epoch at which their request came.
         """
+        identities = [published.record.identity for published in blocks]
+        held = await self._read(lambda: [self._store.contains(each) for each in identities])
+        if held is None:
+            self._writer.drop(len(blocks))
+            return []
+        self._writer.used(
+            [
+                (published.record.identity, used_at_of(published.number, used_at))
+                for published, is_held in zip(blocks, held, strict=True)
+                if is_held
+            ]
+        )
+        return [block for block, is_held in zip(blocks, held, strict=True) if not is_held]
+
+    def keep(self, blocks: Sequence[PublishedBlock], used_at: float) -> None:
+        """Copy blocks and queue them. Called in the step thread, while their pages are held.
+
+        It never waits for the store: a store that hangs must not hold up a step.
+        """
         for published in blocks:
-            identity, at = published.record.identity, used_at_of(published.number, used_at)
-            if self._store.contains(identity):
-                self._writer.used([(identity, at)])
-            elif self._writer.has_room:
+            at = used_at_of(published.number, used_at)
+            if self._writer.has_room:
                 payload = self._runner.export_blocks((published.block,))
                 stored = StoredBlock(published.record, payload.cpu().numpy().tobytes())
                 self._writer.offer([(stored, at)])

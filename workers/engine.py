@@ -620,8 +620,9 @@ class EngineCore:
         loop = asyncio.get_running_loop()
         try:
             for first in range(0, len(published), BLOCKS_A_COPY):
-                part = published[first : first + BLOCKS_A_COPY]
-                await loop.run_in_executor(self._thread, disk.keep, part, used_at)
+                part = await disk.missing(published[first : first + BLOCKS_A_COPY], used_at)
+                if part:
+                    await loop.run_in_executor(self._thread, disk.keep, part, used_at)
         except Exception:
             logger.exception("%d blocks were not copied for the disk", len(published))
         finally:

@@ -284,6 +284,32 @@ async def test_a_full_disk_changes_nothing_but_what_is_kept(
     assert list((tmp_path / "blocks").glob("*/*/*.kv")) == []
 
 
+async def test_a_disk_that_hangs_stops_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even that of a request which reads no cache."""
+    go_on = threading.Event()
+    async with life(with_disk(tmp_path)) as (engine, _):
+        disk = engine._core._disk
+        assert disk is not None
+        contains = disk._store.contains
+
+        def hangs(identity: BlockIdentity) -> bool:
+            go_on.wait(60)
+            return contains(identity)
+
+        monkeypatch.setattr(disk._store, "contains", hangs)
+        monkeypatch.setattr(disk, "_read_timeout_s", 0.05)
+        try:
+            async with asyncio.timeout(30):
+                for seed in range(3):
+                    request = ask(prompt(seed, 60), max_tokens=20)
+                    await answered(engine, replace(request, cache=CacheUse(reads=False)))
+            assert stats(engine).written == 0
+        finally:
+            go_on.set()
+
+
 @pytest.mark.parametrize("how", ["aborted", "closed", "overdue"])
 async def test_a_request_that_ends_while_a_disk_is_read_leaves_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

@@ -238,15 +238,26 @@ async def test_blocks_are_copied_once_and_while_there_is_room() -> None:
         return export(block_ids)
 
     machine.export_blocks = copy  # type: ignore[method-assign]
-    found.keep(blocks[:2], 0.0)
+    found.keep(await found.missing(blocks[:2], 0.0), 0.0)
     await found.flush()
-    found.keep(blocks, 0.0)
+    found.keep(await found.missing(blocks, 0.0), 0.0)
     await found.flush()
     assert copied == [0, 1, 2]
     assert set(store.held) == set(identities)
+    assert found.stats().dropped == 0
     await found.close()
     found.keep(blocks[:1], 0.0)
-    assert found.stats().dropped == 0
-    del store.held[identities[0]]
-    found.keep(blocks[:1], 0.0)
+    assert copied == [0, 1, 2]
     assert found.stats().dropped == 1
+
+
+async def test_a_store_that_hangs_is_given_nothing() -> None:
+    store = MemoryStore()
+    found = tier(store, timeout_s=0.05)
+    (identity,) = chain_of(1)
+    block = PublishedBlock(0, 0, BlockRecord(identity, Producer.PREFILL, "w", ORIGIN))
+    store.open.clear()
+    assert await found.missing([block], 0.0) == []
+    assert (found.num_timeouts, found.stats().dropped) == (1, 1)
+    store.open.set()
+    await found.close()
