@@ -25,6 +25,8 @@ SPLIT = (
     "encoders.max_batched_tokens=256",
     "encoders.num_blocks=320",
     "decoders.num_blocks=320",
+    # Whole answers are set aside, so that it is known how many requests fill a worker.
+    "decoders.reserved_output_tokens=4096",
     "transfer.max_section_blocks=2",
 )
 SPREAD = (
@@ -53,8 +55,12 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark, and order by cluster: each is started once, whatever the files are called."""
+    """Mark, and order by cluster: each is started once, whatever the files are called.
+
+    They come last: a process has one Ray at a time, and other tests start and stop their own.
+    """
     mine = [item for item in items if item.path.is_relative_to(FOLDER)]
+    others = [item for item in items if not item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
     order = ("split", "without_encoders", "spread", "on_disk", "through_ray")
@@ -63,9 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         return max((1 + order.index(name) for name in order if name in names), default=0)
 
-    places = [place for place, item in enumerate(items) if item in mine]
-    for place, item in zip(places, sorted(mine, key=first_use), strict=True):
-        items[place] = item
+    items[:] = others + sorted(mine, key=first_use)
 
 
 Clusters = Callable[[tuple[str, ...]], ServedCluster]

@@ -21,6 +21,7 @@ from ripresa.cluster.directory.events import Answer, Follow, Lead, PlanByLoad
 from ripresa.cluster.directory.prefix_directory import start_directory
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Origin
 
 pytestmark = pytest.mark.cluster
 
@@ -61,12 +62,8 @@ async def publishers(actors: DirectoryActors) -> AsyncIterator[list[DirectoryPub
     for number, num_blocks in enumerate((6, 3)):
         publisher = DirectoryPublisher(f"w{number}", 1, [actors.send_to(0)], lambda lowest: None)
         for block in range(num_blocks):
-            publisher.hold(
-                BlockIdentity(HASHES[block], ()),
-                first=HASHES[0],
-                parent=HASHES[block - 1] if block else None,
-                tenant="t",
-            )
+            parent = HASHES[block - 1] if block else None
+            publisher.held(BlockIdentity(HASHES[block], ()), Origin("t", HASHES[0], parent))
         await publisher.start()
         started.append(publisher)
     yield started
