@@ -18,7 +18,7 @@ import torch
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import EngineConfig, Numerics, ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.host_memory import available_memory
 from ripresa.workers.memory_plan import plan_memory
 from ripresa.workers.model_runner import (
@@ -35,6 +35,7 @@ from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.recording import Recording
 from ripresa.workers.replay import RULES_VERSION
 from ripresa.workers.request import CacheUse, Failed, Finished, GenerationRequest, Tokens
+from ripresa.workers.sampler import check_params
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.transfer.base import LaneConfig
 
@@ -119,9 +120,11 @@ def load_for(
         numerics, kv_format, round_inputs: as the cluster was configured; no answer tells them.
 
     Raises:
-        RipresaError: the checkpoint is wrong, or does not fit into memory.
+        RipresaError: the recording is impossible (INVALID_ARGUMENT), the checkpoint is wrong, or
+            does not fit into memory.
     """
     config = ModelConfig.from_file(folder / "config.json")
+    _check_possible(recording, config)
     length = len(recording.token_ids) + recording.sampling.max_tokens
     num_blocks = -(-length // config.sliding_window) + 1
     engine = replace(
@@ -148,6 +151,30 @@ def load_for(
         round_inputs=round_inputs,
         progress=ProgressLines("reading the model", echo),
     )
+
+
+def _check_possible(recording: Recording, config: ModelConfig) -> None:
+    """Refuse what this model can never have been asked, or said."""
+    check_params(recording.sampling)
+    ended = () if recording.stop_token_id is None else (recording.stop_token_id,)
+    for field, token_ids in (
+        ("token_ids", recording.token_ids),
+        ("output_ids", recording.output_ids),
+        ("stop_token_id", ended),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < config.vocab_size:
+                raise InvalidArgument(
+                    field,
+                    f"token id {token_id} is not in the vocabulary (0 to {config.vocab_size - 1})",
+                )
+    length = len(recording.token_ids) + recording.sampling.max_tokens
+    if length > config.max_position_embeddings:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"prompt and answer have {length} tokens, and the model's context "
+            f"{config.max_position_embeddings}",
+        )
 
 
 async def reproduce(recording: Recording, runner: ModelRunner) -> Reproduction:

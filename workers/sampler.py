@@ -84,7 +84,7 @@ def uniform(seed: int, position: int) -> float:
 def _choose(
     logits: NDArray[np.float32], params: SamplingParams, position: int, rules: TokenRules | None
 ) -> int:
-    _check(params)
+    check_params(params)
     best = int(logits.argmax())  # the first NaN if there is one, else the first maximum
     if not math.isfinite(logits[best]):
         raise RipresaError(
@@ -152,7 +152,8 @@ def _kept(
     return ids[:count], cumulative[:count]
 
 
-def _check(params: SamplingParams) -> None:
+def check_params(params: SamplingParams) -> None:
+    """Raise InvalidArgument, naming the field, for numbers that no token can be drawn by."""
     if not 0 <= params.temperature < math.inf:
         raise InvalidArgument(
             "temperature", f"must be a number of at least 0, not {params.temperature}"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hash_machine import HashMachine
@@ -275,6 +276,32 @@ async def test_other_weights_and_other_rules_are_refused() -> None:
     other = replace(recording.recipe, rules_version="0")
     with pytest.raises(RipresaError, match="version '0' of the replay rules"):
         check_comparable(replace(recording, recipe=other), FOLDER)
+
+
+IMPOSSIBLE = {
+    "prompt": ({"token_ids": (1, 10**9)}, "token_ids"),
+    "answer": ({"output_ids": (1, 10**9)}, "output_ids"),
+    "negative": ({"output_ids": (-5,)}, "output_ids"),
+    "end": ({"stop_token_id": 10**9}, "stop_token_id"),
+    "length": ({"sampling": replace(SAMPLING, max_tokens=10**9)}, "sampling.max_tokens"),
+    "temperature": ({"sampling": replace(SAMPLING, temperature=-1.0)}, "temperature"),
+}
+
+
+@pytest.mark.parametrize(("changes", "field"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+async def test_what_no_model_has_said_is_refused(changes: dict[str, Any], field: str) -> None:
+    async with served(HashMachine()) as engine:
+        recording = replace(await answer(engine, prompt(1, 40)), token_ids=(1, 2), output_ids=(3,))
+    with pytest.raises(InvalidArgument) as refused:
+        load_for(
+            replace(recording, **changes),
+            FOLDER,
+            Numerics.DETERMINISTIC,
+            KVFormat.PACKED,
+            round_inputs=False,
+            echo=lambda line: None,
+        )
+    assert refused.value.field == field
 
 
 # -- the file -----------------------------------------------------------------------------------
