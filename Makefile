@@ -55,7 +55,9 @@ lint: $(INSTALLED)  ## Style, formatting, types and import contracts.
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)  ## Run every script of tests/bench, each printing its numbers and its machine.
-	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@missed=; for script in tests/bench/*.py; do \
+	  echo "== $$script"; $(BIN)/python $$script || missed="$$missed $$script"; \
+	done; test -z "$$missed" || { echo "missed or failed:$$missed" >&2; exit 1; }
 
 prometheus: $(PROMETHEUS)  ## Unpack Debian's prometheus and promtool into .ripresa.
 

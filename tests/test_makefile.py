@@ -15,10 +15,10 @@ MARKERS = ("cluster", "slow", "long")
 KERNEL_FOLDERS = ("tests/kernels_interp", "tests/kernels_compile")
 
 
-def make(repository: Path, *arguments: str) -> str:
-    """What make prints; the flags of a make that runs these tests do not reach it."""
+def run_make(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make; the flags of a make that runs these tests do not reach it."""
     environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
-    done = subprocess.run(
+    return subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=repository,
         env=environment,
@@ -26,6 +26,11 @@ def make(repository: Path, *arguments: str) -> str:
         text=True,
         timeout=60,
     )
+
+
+def make(repository: Path, *arguments: str) -> str:
+    """What a make that succeeds prints."""
+    done = run_make(repository, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,6 +67,19 @@ def test_kernel_folders_run_in_processes_of_their_own(repository: Path, folder: 
             assert interprets == (folder == "tests/kernels_interp")
         for line in commands:
             assert line in own or f"--ignore={folder}" in line or folder not in line
+
+
+def test_a_missed_target_does_not_hide_the_benchmarks_after_it(
+    repository: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in *append.py | *lane.py) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    done = run_make(repository, "--assume-old=.venv/.installed", f"BIN={tmp_path}", "bench")
+    scripts = sorted(path.name for path in (repository / "tests" / "bench").glob("*.py"))
+    assert [Path(line).name for line in done.stdout.splitlines()] == scripts
+    assert "missed or failed: tests/bench/append.py tests/bench/lane.py\n" in done.stderr
+    assert done.returncode != 0
 
 
 def test_help_lists_every_target(repository: Path) -> None:
