@@ -78,9 +78,9 @@ def bench_trace(
 
     FILE holds prompt lengths and block ids, or whole prompts, one JSON object a line, gzipped or
     not. Round robin, sticky sessions and one cache of all workers' capacity run beside the
-    cluster's own index, routing and placement. The table says which share of the prompts' tokens
-    is reused, how much more than the mean the busiest worker computes, and which share of all
-    tokens a worker had to pull from another one.
+    cluster's own index and routing; who keeps a new block is simulated. The table says which share
+    of the prompts' tokens is reused, how much more than the mean the busiest worker computes, and
+    which share of all tokens a worker had to pull from another one.
 
     With --address the prompts go to a running cluster instead, their lengths scaled down and their
     token ids made from the block ids. It prints which share of the tokens was cached, what one

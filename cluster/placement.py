@@ -4,7 +4,8 @@
     keeps      whoever's oldest block is oldest, so that all pools together evict like one
 
 Blocks stay where they are kept: what a computing worker pulls for a prompt is a working copy, the
-first to make room afterwards.
+first to make room afterwards. Routing asks the first question; only the simulation asks the second
+yet: a running worker keeps what it computed.
 """
 
 from __future__ import annotations

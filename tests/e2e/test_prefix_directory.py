@@ -88,7 +88,7 @@ def test_a_tool_loop_computes_what_is_new(
 def test_the_same_without_encoders(
     without_encoders: ServedCluster, reference: ReferenceEngine, session: str
 ) -> None:
-    tool_loop(without_encoders, reference, f"loop {session}", NUM_TURNS // 2, session)
+    tool_loop(without_encoders, reference, f"loop {session}", NUM_TURNS, session)
 
 
 def sub_agents(cluster: ServedCluster, name: str) -> tuple[list[tuple[int, ...]], list[Answer]]:
