@@ -125,8 +125,7 @@ class PrefixServing:
             )
         if len(self._running) >= self._config.max_pulls_served:
             raise ResourceExhausted(
-                f"{len(self._running)} pulls are answered already; raise "
-                "engine.transfer.max_pulls_served"
+                f"{len(self._running)} pulls are answered already; pull from another worker"
             )
         has_block = bool(pull.hashes) and self._held(pull, 0, pull.restarts or ())
         has_window = any((w.hash, w.restarts) in self._prefixes.windows for w in pull.windows)

@@ -42,14 +42,14 @@ class TailBudget:
             raise InvalidArgument(
                 "tail",
                 f"handing over {self._num_rows(request)} rows takes {num_bytes} bytes and "
-                f"engine.transfer.max_tail_bytes is {self._capacity_bytes}; raise it, or ask for "
+                f"transfer.max_tail_bytes is {self._capacity_bytes}; raise it, or ask for "
                 "tail floored",
             )
         if self._held_bytes + num_bytes > self._capacity_bytes:
             raise ResourceExhausted(
                 f"{num_bytes} bytes for tail rows are needed beside {self._held_bytes} of "
                 f"{self._capacity_bytes}; retry when other prompts are handed over, or raise "
-                "engine.transfer.max_tail_bytes"
+                "transfer.max_tail_bytes"
             )
         self._held_bytes += num_bytes
         return num_bytes

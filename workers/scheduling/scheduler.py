@@ -175,10 +175,17 @@ class Scheduler:
         check_request(request, limits.geometry, limits.max_model_len)
         needed = self._pages.blocks_for(self._positions(request))
         if needed > self._pages.num_blocks:
+            is_prompt = self._pages.blocks_for(request.num_prompt_tokens) > self._pages.num_blocks
+            pool = "encoders" if self._role is WorkerRole.ENCODER else "decoders"
+            field, remedy = (
+                ("token_ids", "shorten the prompt")
+                if is_prompt
+                else ("sampling.max_tokens", "lower max_tokens")
+            )
             raise InvalidArgument(
-                "sampling.max_tokens",
+                field,
                 f"the request needs {needed} KV blocks and this worker has "
-                f"{self._pages.num_blocks}; lower max_tokens or raise engine.num_blocks",
+                f"{self._pages.num_blocks}; {remedy} or raise {pool}.num_blocks",
             )
 
     def num_needed_blocks(self, request: GenerationRequest) -> int:

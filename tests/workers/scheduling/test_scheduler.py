@@ -446,7 +446,20 @@ def test_a_full_pool_refuses_and_takes_nothing() -> None:
     with pytest.raises(InvalidArgument) as caught:
         worker.add(make_request(60, request_id="c", max_tokens=20))
     assert caught.value.field == "sampling.max_tokens"
+    assert "lower max_tokens or raise decoders.num_blocks" in caught.value.message
+    with pytest.raises(InvalidArgument) as caught:
+        worker.add(make_request(70, request_id="d", max_tokens=1))
+    assert caught.value.field == "token_ids"
+    assert "shorten the prompt or raise decoders.num_blocks" in caught.value.message
     worker.run()
+    worker.assert_empty()
+
+
+def test_a_prompt_that_no_encoder_pool_holds_is_refused() -> None:
+    worker = Worker(WorkerRole.ENCODER, num_blocks=8)
+    with pytest.raises(InvalidArgument, match=r"raise encoders\.num_blocks") as caught:
+        worker.add(make_request(70))
+    assert caught.value.field == "token_ids"
     worker.assert_empty()
 
 
