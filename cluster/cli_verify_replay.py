@@ -138,7 +138,7 @@ def _load(path: Path) -> Any:
         raise InvalidArgument(str(path), f"is not UTF-8: {error}") from error
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(str(path), f"is no JSON: {error}") from error
 
 

@@ -102,7 +102,7 @@ def _objects(path: Path, max_lines: int | None) -> Lines:
                 place = f"{path.name}:{number}"
                 try:
                     fields = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InvalidArgument(
                         place,
                         f"is no JSON ({error}); a trace has one JSON object a line, with prompt "

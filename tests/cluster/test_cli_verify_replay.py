@@ -119,6 +119,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
     ("content", "words"),
     [
         ("[", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "file: must be an object"),
         ('{"window": 8, "window": 8}', "window: is given twice"),
         (change("extra", 1), "extra: is no field; known are window, block, rewind, cases"),

@@ -144,7 +144,7 @@ def _record(header: bytes, form: BlockFormat) -> BlockRecord:
             rules_version=fields["rules_version"],
         )
         is_own = fields == _header(record, form)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadBlock(f"its header cannot be read: {error}") from error
     own = (form.weights, form.rules_version)
     if not is_own or (record.weights, record.rules_version) != own:

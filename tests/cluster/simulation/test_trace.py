@@ -73,6 +73,13 @@ def test_text_is_cut_into_blocks_of_the_window(tmp_path: Path) -> None:
     assert [r.num_tokens for r in second.lists[0]] == [1]
 
 
+def test_a_line_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(InvalidArgument, match=r"t\.jsonl:1: is no JSON"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [

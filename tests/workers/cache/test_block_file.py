@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import xxhash
 from block_files import FORM, identity, stored
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +72,13 @@ def test_a_block_of_another_format_is_refused_under_the_right_name(other: object
     content = encode(stored(1, form=SMALL), SMALL)
     with pytest.raises(BadBlock):
         decode(content, identity(1), other)  # type: ignore[arg-type]
+
+
+def test_a_header_that_is_nested_without_end_is_a_bad_block() -> None:
+    header = b"[" * 60_000
+    body = b"RIPRESA\x01" + len(header).to_bytes(4, "little") + header + bytes(SMALL.block_bytes)
+    with pytest.raises(BadBlock, match="header cannot be read"):
+        decode(body + xxhash.xxh3_128_digest(body), identity(1), SMALL)
 
 
 @pytest.mark.parametrize("asked", [identity(2), identity(1, (8,)), identity(1, (8, 16))])
