@@ -175,7 +175,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         windows=rng.choice(WINDOWS),
         anchor_interval=interval,
         reserved_output_tokens=rng.choice((1, CONFIG.reserved_output_tokens)),
-        parked=ParkConfig(capacity_bytes=rng.choice((0, 4_000, 1 << 20))),
+        parked=ParkConfig(capacity_bytes=rng.choice((0, 8_000, 1 << 20))),
     )
 
 

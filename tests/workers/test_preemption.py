@@ -168,7 +168,7 @@ async def test_random_histories_over_a_small_pool(seed: int) -> None:
     roots = [prompt(40 + n, 60) for n in range(2)]
     machine = HashMachine(num_blocks=rng.choice((14, 18, 26)), num_slots=4)
     engine_config = replace(
-        config(parked_bytes=rng.choice((0, 1500, 1 << 20))),
+        config(parked_bytes=rng.choice((0, 4000, 1 << 20))),
         max_num_seqs=4,
         reserved_output_tokens=rng.choice((1, 5, 12)),
     )

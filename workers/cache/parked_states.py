@@ -29,6 +29,9 @@ class Payload(Protocol):
 
 P = TypeVar("P", bound=Payload)
 
+TOKEN_BYTES = 36
+"""Memory of one token id in a tuple: an int of its own, and the place of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParkedState(Generic[P]):
@@ -52,7 +55,9 @@ class ParkedState(Generic[P]):
 
     @property
     def num_bytes(self) -> int:
-        return self.payload.nbytes + (0 if self.blocks is None else self.blocks.nbytes)
+        """Of payloads and token ids; a long conversation's ids take more than its rings."""
+        blocks = 0 if self.blocks is None else self.blocks.nbytes
+        return self.payload.nbytes + blocks + TOKEN_BYTES * len(self.token_ids)
 
     @property
     def image(self) -> ParkedImage:
@@ -81,7 +86,7 @@ class ParkedStates(Generic[P]):
     The least recently parked ones make room, sessions before requests that run.
 
     Args:
-        capacity_bytes: most bytes of payloads.
+        capacity_bytes: most bytes of payloads and token ids.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
