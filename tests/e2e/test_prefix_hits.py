@@ -104,10 +104,8 @@ def test_a_session_goes_on_where_it_paused(split: ServedCluster) -> None:
     processed = LENGTH + len(first.tokens) - 1
     request.token_ids.ids.extend((*first.tokens, 77, 78, 79))
     resumed = split.ask(request)
-    assert resumed.started is not None
+    # On the same worker, or on another one that took the state from it.
     assert resumed.completed is not None
-    assert first.started is not None
-    assert resumed.started.worker_id == first.started.worker_id
     assert resumed.completed.cache.kind == pb.PLAN_KIND_RESUME
     assert resumed.completed.usage.cached_tokens == processed
     request.options.cache_policy.disable_resume = True
