@@ -244,6 +244,14 @@ class LaneEndpoint:
         """Unique for ever."""
         return f"{self.sender}.{self.incarnation}#{self.generation}"
 
+    def require_transport(self, name: str) -> None:
+        """Raise Unavailable unless the lane uses this transport."""
+        if self.transport != name:
+            raise Unavailable(
+                f"lane {self.lane_id} uses {self.transport}, this worker {name}; "
+                "configure the same transport on both"
+            )
+
     def is_older_than(self, other: LaneEndpoint) -> bool:
         """Whether `other` has replaced this lane, if they lead to the same receiver."""
         same_life = (self.sender, self.incarnation) == (other.sender, other.incarnation)

@@ -83,11 +83,7 @@ class ProcessGroupTransport:
         self.store = None
 
     def _end(self, endpoint: LaneEndpoint, rank: int) -> Lane:
-        if endpoint.transport != self._name:
-            raise Unavailable(
-                f"lane {endpoint.lane_id} uses {endpoint.transport}, this worker {self._name}; "
-                "configure the same transport on both"
-            )
+        endpoint.require_transport(self._name)
         return ProcessGroupLane(endpoint, rank, self._host, self._device, self._config)
 
 

@@ -81,11 +81,7 @@ class LoopbackTransport:
         """Nothing is shared beyond the lanes, which close by themselves."""
 
     def _end(self, endpoint: LaneEndpoint) -> Lane:
-        if endpoint.transport != self.name:
-            raise Unavailable(
-                f"lane {endpoint.lane_id} uses {endpoint.transport}, this worker {self.name}; "
-                "configure the same transport on both"
-            )
+        endpoint.require_transport(self.name)
         wire = self._wires.setdefault(endpoint.lane_id, _Wire())
         wire.num_ends += 1
         if wire.num_ends == 2:

@@ -149,22 +149,15 @@ class ObjectStoreTransport:
         return self._name, 0
 
     def sending_end(self, endpoint: LaneEndpoint) -> Lane:
-        self._check(endpoint)
+        endpoint.require_transport(self.name)
         return ObjectStoreLane(endpoint, "sender", self._mailbox, self, self._config)
 
     def receiving_end(self, endpoint: LaneEndpoint) -> Lane:
-        self._check(endpoint)
+        endpoint.require_transport(self.name)
         return ObjectStoreLane(endpoint, "receiver", None, self, self._config)
 
     def close(self) -> None:
         """The mailbox stays for what this process may send later, and ends with it."""
-
-    def _check(self, endpoint: LaneEndpoint) -> None:
-        if endpoint.transport != self.name:
-            raise Unavailable(
-                f"lane {endpoint.lane_id} uses {endpoint.transport}, this worker {self.name}; "
-                "configure the same transport on both"
-            )
 
 
 class ObjectStoreLane:
