@@ -19,7 +19,10 @@ AGE_TOLERANCE = 0.5
 
 
 def computing_worker(
-    held: Mapping[str, int], work: Mapping[str, float], max_lead: float = MAX_LEAD
+    held: Mapping[str, int],
+    work: Mapping[str, float],
+    max_lead: float = MAX_LEAD,
+    max_lead_work: float = 0.0,
 ) -> str:
     """The worker that holds most of a prompt among those whose work is not far above the mean.
 
@@ -27,11 +30,13 @@ def computing_worker(
         held: blocks of the prompt by worker; a worker left out holds none.
         work: rows computed and queued so far, or seconds of them, of every candidate.
         max_lead: share of the mean by which a candidate's work may exceed it.
+        max_lead_work: the same as a number of its own; the larger one counts.
 
     Among equals the one with the least work, then the lower name. The least loaded worker is
     never above the mean, so there always is one.
     """
-    limit = (1 + max_lead) * sum(work.values()) / len(work)
+    mean = sum(work.values()) / len(work)
+    limit = mean + max(max_lead * mean, max_lead_work)
     fit = (worker for worker, done in work.items() if done <= limit)
     return min(fit, key=lambda worker: (-held.get(worker, 0), work[worker], worker))
 

@@ -103,6 +103,7 @@ class EncoderWorker:
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
             layout_digest=layout.digest,
+            capacity_tokens=self._runner.num_blocks * layout.window,
             block_bytes=layout.block_bytes,
             window_bytes=layout.window_bytes(layout.window, layout.split),
             hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),

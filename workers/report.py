@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
@@ -28,7 +29,9 @@ class WorkerReport:
         block_bytes, window_bytes, hand_over_bytes, image_bytes: what of a prompt's state travels:
             block KV of one block, one encoder window, everything of a hand-over but whole blocks,
             a session's parked state.
+        capacity_tokens: positions that its KV pool holds; None for a worker that does not say.
         leaving: it takes no new work.
+        number: of this heartbeat among the worker's; 0 for a report that was asked for.
     """
 
     worker_id: str
@@ -42,7 +45,9 @@ class WorkerReport:
     window_bytes: int = 0
     hand_over_bytes: int = 0
     image_bytes: int = 0
+    capacity_tokens: int | None = None
     leaving: bool = False
+    number: int = 0
 
 
 class Heartbeat:
@@ -72,10 +77,10 @@ class Heartbeat:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        while True:
+        for number in count(1):
             try:
                 async with asyncio.timeout(10 * self._interval_s):
-                    await self._send(self._make())
+                    await self._send(replace(self._make(), number=number))
             except (RipresaError, TimeoutError) as error:
                 logger.warning("a report was not delivered: %s", error)
             await asyncio.sleep(self._interval_s)

@@ -42,6 +42,11 @@ class Execution:
         return len(self.prompt.token_ids) + len(self._streamed)
 
     @property
+    def max_total_tokens(self) -> int:
+        """Positions that the request may ever occupy."""
+        return len(self.prompt.token_ids) + self.prompt.sampling.max_tokens
+
+    @property
     def has_streamed(self) -> bool:
         """The client has got a token."""
         return bool(self._streamed)

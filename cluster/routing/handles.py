@@ -90,6 +90,7 @@ class RayWorkerView:
         self._lost: dict[str, float] = {}
         self._seen: dict[str, float] = {}
         self._shrunk = asyncio.Event()
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def workers(self) -> tuple[WorkerReport, ...]:
@@ -112,6 +113,9 @@ class RayWorkerView:
         while worker_id in self._listed:
             await self._shrunk.wait()
 
+    async def changed(self) -> None:
+        await self._changed.wait()
+
     async def refresh(self) -> None:
         async with asyncio.timeout(5.0), failures("the controller"):
             answer: WorkerList = await self._controller.workers.remote()
@@ -124,6 +128,9 @@ class RayWorkerView:
             for name, worker in listed.items()
         }
         has_shrunk = bool(self._listed.keys() - listed.keys())
+        if listed != self._listed:
+            self._changed.set()
+            self._changed = asyncio.Event()
         self._listed = dict(sorted(listed.items()))
         if has_shrunk:
             self._shrunk.set()

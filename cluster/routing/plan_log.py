@@ -120,6 +120,7 @@ def _execution_lines(
         f"  instead: {other.name}: {other.cost}{'; ' + other.note if other.note else ''}"
         for other in plan.alternatives
     ]
+    lines += [f"  left out: {worker}" for worker in plan.left_out]
     return lines
 
 

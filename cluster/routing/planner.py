@@ -9,7 +9,7 @@ the directory's hints; the workers check what the hints say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from ripresa.cluster.directory.events import Lookup
@@ -29,6 +29,7 @@ from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.replay_plan import PrefillPlan
 from ripresa.workers.replay_planner import plan_hit
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
+from ripresa.workers.scheduling.admission import too_large
 
 MAX_ALTERNATIVES = 12
 MAX_ENCODERS = 3
@@ -72,6 +73,7 @@ class RouteQuery:
         recipe: of a request that is executed again; None for the first time.
         avoid: workers that failed this request or refused it.
         decoder: the decode worker, if it is chosen already: then an encoder is wanted.
+        max_total_tokens: positions that it may ever occupy where it generates.
     """
 
     geometry: ReplayGeometry
@@ -86,6 +88,17 @@ class RouteQuery:
     recipe: Recipe | None = None
     avoid: Set[str] = frozenset()
     decoder: str | None = None
+    max_total_tokens: int = 0
+
+    def fits(self, worker: WorkerLoad) -> bool:
+        """Whether the worker's KV pool could ever hold the request."""
+        return worker.holds(self.num_positions(worker))
+
+    def num_positions(self, worker: WorkerLoad) -> int:
+        """Positions that the request may occupy there."""
+        if worker.is_encoder:
+            return self.num_tokens
+        return max(self.num_tokens, self.max_total_tokens)
 
 
 def plan_route(
@@ -94,9 +107,11 @@ def plan_route(
     """The cheapest route.
 
     Raises:
+        InvalidArgument: the request fits no decode worker's KV pool.
         Unavailable: no decode worker is left, or no encoder if one is wanted.
     """
-    alive = [worker for worker in workers if worker.worker_id not in query.avoid]
+    fit = [worker for worker in workers if query.fits(worker)]
+    alive = [worker for worker in fit if worker.worker_id not in query.avoid]
     decoders = [
         worker
         for worker in alive
@@ -104,6 +119,7 @@ def plan_route(
     ]
     encoders = [worker for worker in alive if worker.is_encoder]
     if not decoders:
+        _check_some_pool_fits(query, workers)
         raise Unavailable("no decode worker is ready; retry, or check the cluster's status")
     if query.decoder is not None and not encoders:
         raise Unavailable("no encoder worker is left for the prompt")
@@ -116,6 +132,7 @@ def plan_route(
         _reason(chosen, rest, bool(encoders)),
         rest,
         None if chosen.encoder is not None else _max_chunk_rows(decoder, query, settings),
+        tuple(_left_out(query, workers)),
     )
 
 
@@ -189,7 +206,7 @@ class _Routes:
         if not any(held.values()):
             return None
         work = {worker.worker_id: worker.queue_s for worker in workers}
-        name = computing_worker(held, work, self.settings.max_lead)
+        name = computing_worker(held, work, self.settings.max_lead, self.settings.max_lead_s)
         return name if held[name] else None
 
     def rank(self, candidate: Candidate) -> tuple[bool, float, int, int, str, str]:
@@ -236,7 +253,8 @@ class _Routes:
         if home is None:
             return None
         work = {worker.worker_id: worker.queue_s for worker in self.decoders}
-        name = computing_worker({home.decoder: 1}, work, self.settings.max_lead)
+        max_lead, max_lead_s = self.settings.max_lead, self.settings.max_lead_s
+        name = computing_worker({home.decoder: 1}, work, max_lead, max_lead_s)
         return home if name == home.decoder else None
 
     def _local(self, decoder: WorkerLoad) -> Candidate:
@@ -384,6 +402,29 @@ class _Routes:
     def _transfer_s(self, num_bytes: int) -> float:
         settings = self.settings
         return settings.round_trip_s + num_bytes / settings.bandwidth_bytes_per_s
+
+
+def _check_some_pool_fits(query: RouteQuery, workers: Sequence[WorkerLoad]) -> None:
+    """Raise InvalidArgument if there are decode workers, all with too small a pool."""
+    decoders = [worker for worker in workers if not worker.is_encoder]
+    if not decoders or any(map(query.fits, decoders)):
+        return
+    largest = max(worker.capacity_tokens or 0 for worker in decoders)
+    num_positions = query.num_positions(decoders[0])
+    raise too_large(query.num_tokens, num_positions, largest, generates=True)
+
+
+def _left_out(query: RouteQuery, workers: Sequence[WorkerLoad]) -> Iterator[str]:
+    """Workers that cannot take the request whatever it would cost there, and why."""
+    for worker in workers:
+        pool = "encoders" if worker.is_encoder else "decoders"
+        if not query.fits(worker):
+            yield (
+                f"{worker.worker_id}: its KV pool holds {worker.capacity_tokens} tokens and the "
+                f"request may take {query.num_positions(worker)} ({pool}.num_blocks)"
+            )
+        elif worker.worker_id in query.avoid:
+            yield f"{worker.worker_id}: failed or refused this request before"
 
 
 def _may_resume(query: RouteQuery) -> bool:

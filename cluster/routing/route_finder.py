@@ -6,6 +6,7 @@ hashes ─▶ directory ─▶ planner ─▶ Placement ─▶ workers ─▶ wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, pla
 from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints
 from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
 from ripresa.cluster.routing.session_homes import SessionHomes
-from ripresa.cluster.routing.worker_load import PlannerSettings, worker_loads
+from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad, worker_loads
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import Unavailable
 from ripresa.workers.prefix_sources import PrefixOutcome
@@ -41,6 +42,9 @@ class WorkerView(Protocol):
 
     async def gone(self, worker_id: str) -> None:
         """Returns once the worker's reports have stopped: it died or hangs."""
+
+    async def changed(self) -> None:
+        """Returns once a worker has reported again, came or went."""
 
     def lost(self, worker_id: str) -> None:
         """A call found this worker gone; it is not listed again for a while."""
@@ -88,6 +92,7 @@ class RouteFinder:
         view: which workers there are.
         hints: what the prefix directory knows.
         settings: how routes are compared.
+        report_timeout_s: longest wait for another report of workers that refused a request.
 
     Attributes:
         pending: what was sent to workers.
@@ -95,8 +100,15 @@ class RouteFinder:
         window: W, tokens in a block.
     """
 
-    def __init__(self, view: WorkerView, hints: PrefixHints, settings: PlannerSettings) -> None:
+    def __init__(
+        self,
+        view: WorkerView,
+        hints: PrefixHints,
+        settings: PlannerSettings,
+        report_timeout_s: float,
+    ) -> None:
         self._view = view
+        self._report_timeout_s = report_timeout_s
         self._hints = hints
         self._settings = settings
         self.pending = PendingWork()
@@ -113,10 +125,19 @@ class RouteFinder:
         *,
         follows: bool,
     ) -> Placement:
-        """Plan the next execution by what the directory and the workers say."""
+        """Plan the next execution by what the directory and the workers say.
+
+        Args:
+            avoid: workers that failed the request or refused it. Where no other decode worker
+                could take it, those are taken off it that report again in time.
+
+        Raises:
+            RipresaError: see `plan_route`.
+        """
         prompt = execution.prompt
         if not self._view.workers():
             await self._view.refresh()
+        await self._forgive(execution, avoid)
         await self._hash(execution)
         geometry = self._hints.geometry
         below_cap = execution.num_tokens - geometry.window - geometry.rewind
@@ -138,6 +159,7 @@ class RouteFinder:
             self._home(execution),
             execution.recipe,
             avoid,
+            max_total_tokens=execution.max_total_tokens,
         )
         try:
             plan = await self._plan(query)
@@ -149,6 +171,10 @@ class RouteFinder:
         entry = PlannedExecution(plan, hints.why, None if leader is None else leader.request_id)
         log.executions.append(entry)
         return Placement(plan, self.window, hints, entry, plan.chosen)
+
+    def decoders(self, execution: Execution) -> set[str]:
+        """Decode workers that are there and could ever hold the request."""
+        return set(self._decoders(execution))
 
     def take_over(self, execution: Execution, route: Placement, avoid: set[str]) -> None:
         """Let another encoder go on, from what the decode worker has received too.
@@ -205,6 +231,36 @@ class RouteFinder:
         self._view.lost(worker_id)
         self._hints.lost(worker_id)
 
+    async def _forgive(self, execution: Execution, avoid: set[str]) -> None:
+        """If only decode workers that failed or refused are left, wait for the next report of one
+        of them or of a new one: whoever sends it may try."""
+        before = self._decoders(execution)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._report_timeout_s):
+                while (now := self._decoders(execution)) and avoid.issuperset(now):
+                    avoid -= {name for name, report in now.items() if before.get(name) != report}
+                    if avoid.issuperset(now):
+                        await self._view.changed()
+
+    def _decoders(self, execution: Execution) -> dict[str, WorkerReport]:
+        """The newest reports of decode workers that could ever hold the request."""
+        num_tokens = execution.max_total_tokens
+        fit = {load.worker_id for load in self._loads() if load.holds(num_tokens)}
+        return {
+            report.worker_id: report
+            for report in self._view.workers()
+            if report.kind is WorkerKind.DECODE and report.worker_id in fit
+        }
+
+    def _loads(self) -> tuple[WorkerLoad, ...]:
+        return worker_loads(
+            self._view.workers(),
+            self.pending.rows,
+            self.pending.requests,
+            self._settings,
+            self._view.age_s,
+        )
+
     async def _plan(self, query: RouteQuery) -> RoutePlan:
         try:
             return self._plan_now(query)
@@ -213,15 +269,7 @@ class RouteFinder:
             return self._plan_now(query)
 
     def _plan_now(self, query: RouteQuery) -> RoutePlan:
-        pending = self.pending
-        loads = worker_loads(
-            self._view.workers(),
-            pending.rows,
-            pending.requests,
-            self._settings,
-            self._view.age_s,
-        )
-        return plan_route(query, loads, self._settings)
+        return plan_route(query, self._loads(), self._settings)
 
     async def _hash(self, execution: Execution) -> None:
         """Name the request's blocks as its workers do."""

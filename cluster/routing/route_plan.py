@@ -98,12 +98,14 @@ class RoutePlan:
         reason: why, in words for a log line.
         alternatives: other routes, the cheapest first.
         max_chunk_rows: most rows of a chunk of a local prefill beside streams; None for any.
+        left_out: workers that no route could use, and why, in words.
     """
 
     chosen: Candidate
     reason: str
     alternatives: tuple[Candidate, ...] = ()
     max_chunk_rows: int | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def decoder(self) -> str:

@@ -75,7 +75,8 @@ class ClusterRouter:
         calls: how they are reached.
         hints: what the prefix directory knows.
         settings: how routes are compared.
-        reserve_timeout_s: longest wait for a decode worker's first word.
+        reserve_timeout_s: longest wait for a decode worker's first word, and for another report
+            of one that is to be asked again.
         on_waste: hears of prompt tokens that were computed in vain.
 
     Attributes:
@@ -93,7 +94,7 @@ class ClusterRouter:
     ) -> None:
         self._view = view
         self._calls = calls
-        self._routes = RouteFinder(view, hints, settings)
+        self._routes = RouteFinder(view, hints, settings, reserve_timeout_s)
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
@@ -148,9 +149,16 @@ class ClusterRouter:
         avoid: set[str] = set()
         gone: str | None = None
         num_failed = num_leaders_lost = 0
+        failure: RipresaError | None = None
         while True:
             follows = num_leaders_lost < MAX_LEADERS_LOST
-            route = await self._routes.place(execution, avoid, log, gone, follows=follows)
+            try:
+                route = await self._routes.place(execution, avoid, log, gone, follows=follows)
+            except RipresaError:
+                if failure is None:
+                    raise
+                # What the last worker said tells more than that there is no other one.
+                raise failure from None
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -191,8 +199,11 @@ class ClusterRouter:
                 gone = None if leader is None else leader.request_id
             except RipresaError as error:
                 route.log.error = str(error)
+                failure = error
                 num_failed += 1
-                if num_failed == MAX_EXECUTIONS or not self._may_retry(error, route, avoid):
+                if num_failed == MAX_EXECUTIONS or not self._may_retry(
+                    error, execution, route, avoid
+                ):
                     self._waste(Waste.FAILED, route)
                     raise
                 self._waste(Waste.RETRIED, route)
@@ -202,7 +213,9 @@ class ClusterRouter:
         if self._on_waste is not None and route.num_computed:
             self._on_waste(reason, route.num_computed)
 
-    def _may_retry(self, error: RipresaError, route: Placement, avoid: set[str]) -> bool:
+    def _may_retry(
+        self, error: RipresaError, execution: Execution, route: Placement, avoid: set[str]
+    ) -> bool:
         """Whether another execution may do what this one did not."""
         if isinstance(error, _PrefillFailed):
             return True
@@ -212,9 +225,8 @@ class ClusterRouter:
         if error.code is ErrorCode.UNAVAILABLE:
             return True
         # A worker whose pools are full; another one may have room.
-        return error.code is ErrorCode.RESOURCE_EXHAUSTED and any(
-            w.kind is WorkerKind.DECODE and w.worker_id not in avoid for w in self._view.workers()
-        )
+        is_full = error.code is ErrorCode.RESOURCE_EXHAUSTED
+        return is_full and not avoid.issuperset(self._routes.decoders(execution))
 
     async def _execute(
         self, execution: Execution, route: Placement, avoid: set[str]

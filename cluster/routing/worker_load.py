@@ -24,7 +24,9 @@ class PlannerSettings:
         max_local_rows: longer prompts, less what is cached, go to an encoder if there is one; null
             leaves it to the cost, 0 spares decode workers every prompt.
         max_lead: who holds most of a prompt computes it, unless its queue is this share above the
-            mean of its kind.
+            mean of its kind,
+        max_lead_s: and by more than these seconds: reports are a little old, and what a prompt
+            leaves behind it must be brought after it.
         log_plans: newest plans that a gateway can explain.
     """
 
@@ -36,6 +38,7 @@ class PlannerSettings:
     inter_token_target_s: float = setting(0.2, at_least=0)
     max_local_rows: int | None = setting(None, at_least=0)
     max_lead: float = setting(0.1, at_least=0)
+    max_lead_s: float = setting(0.1, at_least=0)
     log_plans: int = setting(1000, at_least=0)
 
 
@@ -57,6 +60,7 @@ class WorkerLoad:
         queued_rows: rows of both halves that it computes before those of a new prompt.
         num_requests: streams and prompts that it has.
         num_decoding: streams that take part in each of its steps.
+        capacity_tokens: positions that its whole KV pool holds; None if it has not said so.
         row_s, decode_step_s: see `PlannerSettings`.
     """
 
@@ -64,6 +68,7 @@ class WorkerLoad:
     queued_rows: int = 0
     num_requests: int = 0
     num_decoding: int = 0
+    capacity_tokens: int | None = None
     row_s: float = 2e-4
     decode_step_s: float = 0.02
     sizes: StateSizes = field(default_factory=StateSizes)
@@ -79,6 +84,10 @@ class WorkerLoad:
     @property
     def queue_s(self) -> float:
         return self.queued_rows * self.row_s
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a request of so many positions ever fits its KV pool."""
+        return self.capacity_tokens is None or num_tokens <= self.capacity_tokens
 
     def prefill_s(self, num_rows: int, max_chunk_rows: int | None) -> float:
         """Seconds of a prompt's rows, the streams' rows in the same steps included."""
@@ -131,6 +140,7 @@ def _worker_load(
         queued_rows=max(stats.num_queued_rows - num_done, pending_rows),
         num_requests=max(stats.num_running + stats.num_waiting, pending_requests),
         num_decoding=stats.num_decoding,
+        capacity_tokens=report.capacity_tokens,
         row_s=row_s,
         decode_step_s=(
             settings.decode_step_s if rates.decode_step_s is None else rates.decode_step_s

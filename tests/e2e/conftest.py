@@ -122,11 +122,13 @@ def on_disk(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Ser
 
 @pytest.fixture(scope="module")
 def through_ray(clusters: Clusters) -> ServedCluster:
-    """An encoder worker whose state goes through the object store to a decode worker."""
+    """An encoder worker whose state goes through the object store to a decode worker. Its pool is
+    the smaller one."""
     return clusters(
         (
             *(DETERMINISTIC, "encoders.replicas=1", "decoders.replicas=1"),
             *("transfer.backend=object_store", "planner.max_local_rows=0"),
+            *("encoders.num_blocks=4", "decoders.num_blocks=8"),
         )
     )
 

@@ -162,19 +162,11 @@ def test_a_restarted_directory_is_told_everything(spread: ServedCluster) -> None
         name = f"told-again-{number}"
         asked.options.request_id = name
         spread.ask(asked)
-        lines = explained(spread, name)
+        lines = spread.explained(name)
         assert any("directory: answered" in line for line in lines)
         assert any("planned hit: window, rows from 768" in line for line in lines), lines
 
     eventually(is_found)
-
-
-def explained(cluster: ServedCluster, request_id: str) -> list[str]:
-    result = CliRunner().invoke(
-        cli, ["explain", request_id, "--http-address", cluster.cluster.http_address]
-    )
-    assert result.exit_code == 0, result.output
-    return result.output.splitlines()
 
 
 def test_a_request_is_explained(spread: ServedCluster) -> None:
@@ -182,7 +174,7 @@ def test_a_request_is_explained(spread: ServedCluster) -> None:
     spread.ask(request_of(tokens))
     answer = spread.ask(request_of(tokens, request_id="why"))
     assert answer.started is not None
-    text = "\n".join(explained(spread, "why"))
+    text = "\n".join(spread.explained("why"))
     assert text.startswith("request why, 600 prompt tokens")
     for part in (answer.started.worker_id, "planned hit", "real hit", "instead", "recipe"):
         assert part in text

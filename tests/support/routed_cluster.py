@@ -252,6 +252,9 @@ class RoutedCluster:
     async def refresh(self) -> None:
         return None
 
+    async def changed(self) -> None:
+        await self._died.wait()
+
     def lost(self, worker_id: str) -> None:
         return None
 

@@ -20,6 +20,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import grpc
 import ray
+from click.testing import CliRunner
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +28,7 @@ from ray.exceptions import RayActorError
 from reference_engine import Question
 
 from ripresa.cluster.app import APP_NAME, DECODER, ENCODER, GATEWAY, LocalCluster, local_cluster
+from ripresa.cluster.cli import cli
 from ripresa.cluster.config import load_config
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
@@ -187,6 +189,14 @@ class ServedCluster:
     def ask(self, question: Question | pb.GenerateRequest, **options: Any) -> Answer:
         """Send a request and read the whole stream."""
         return self.open(question, **options).end()
+
+    def explained(self, request_id: str) -> list[str]:
+        """What `ripresa explain` prints."""
+        result = CliRunner().invoke(
+            cli, ["explain", request_id, "--http-address", self.cluster.http_address]
+        )
+        assert result.exit_code == 0, result.output
+        return result.output.splitlines()
 
     def listed(self) -> dict[str, WorkerReport]:
         """What gateways know of workers now: each worker's last heartbeat."""

@@ -142,6 +142,11 @@ class PagePool:
         return self._num_blocks
 
     @property
+    def num_tokens(self) -> int:
+        """Positions that all blocks together hold."""
+        return self._num_blocks * self._window
+
+    @property
     def num_available_blocks(self) -> int:
         """Blocks that are free, or cached and unused."""
         return self._blocks.num_available

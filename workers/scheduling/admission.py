@@ -140,6 +140,30 @@ def _check_tokens(request: GenerationRequest, max_model_len: int) -> None:
         )
 
 
+def too_large(
+    num_tokens: int, num_positions: int, capacity_tokens: int, *, generates: bool
+) -> InvalidArgument:
+    """The refusal of a request that no KV pool of its kind can ever hold.
+
+    Args:
+        num_tokens: of the prompt.
+        num_positions: those that it may ever occupy.
+        capacity_tokens: of the largest pool.
+        generates: whether the pools belong to workers that generate.
+    """
+    field, remedy = (
+        ("token_ids", "shorten the prompt")
+        if num_tokens > capacity_tokens
+        else ("sampling.max_tokens", "lower max_tokens")
+    )
+    pool = "decoders" if generates else "encoders"
+    return InvalidArgument(
+        field,
+        f"the request may take {num_positions} tokens and the KV pool holds {capacity_tokens}; "
+        f"{remedy} or raise {pool}.num_blocks",
+    )
+
+
 def positions_to_reserve(request: GenerationRequest, max_model_len: int, *, generates: bool) -> int:
     """Positions the request may ever occupy on a worker that does or does not generate."""
     if not generates:

@@ -22,7 +22,6 @@ from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.config import DEFAULT_RESERVED_TOKENS
 from ripresa.workers.errors import (
     ErrorCode,
-    InvalidArgument,
     ResourceExhausted,
     RipresaError,
 )
@@ -38,6 +37,7 @@ from ripresa.workers.scheduling.admission import (
     check_request,
     positions_to_begin_with,
     positions_to_reserve,
+    too_large,
 )
 from ripresa.workers.scheduling.batch import decode_row, encoder_chunk, local_chunk, tail_chunk
 from ripresa.workers.scheduling.budget import check_budget, chunk_stop, prefill_rows
@@ -173,20 +173,10 @@ class Scheduler:
         """Raise InvalidArgument for a request that this worker could never run."""
         limits = self._limits
         check_request(request, limits.geometry, limits.max_model_len)
-        needed = self._pages.blocks_for(self._positions(request))
-        if needed > self._pages.num_blocks:
-            is_prompt = self._pages.blocks_for(request.num_prompt_tokens) > self._pages.num_blocks
-            pool = "encoders" if self._role is WorkerRole.ENCODER else "decoders"
-            field, remedy = (
-                ("token_ids", "shorten the prompt")
-                if is_prompt
-                else ("sampling.max_tokens", "lower max_tokens")
-            )
-            raise InvalidArgument(
-                field,
-                f"the request needs {needed} KV blocks and this worker has "
-                f"{self._pages.num_blocks}; {remedy} or raise {pool}.num_blocks",
-            )
+        positions, capacity = self._positions(request), self._pages.num_tokens
+        if positions > capacity:
+            generates = self._role is WorkerRole.DECODE
+            raise too_large(request.num_prompt_tokens, positions, capacity, generates=generates)
 
     def num_needed_blocks(self, request: GenerationRequest) -> int:
         """KV blocks that the request reserves, adopted ones included."""

@@ -14,7 +14,7 @@ from ripresa.cluster.routing.route_plan import RoutePlan
 from ripresa.cluster.routing.worker_load import PlannerSettings, StateSizes, WorkerLoad
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.errors import Unavailable
+from ripresa.workers.errors import InvalidArgument, Unavailable
 from ripresa.workers.prefix_sources import BlockSource, ImageSource
 from ripresa.workers.replay import PlanKind, TailVariant, cold_recipe
 from ripresa.workers.replay_planner import plan_prefill
@@ -272,6 +272,47 @@ def test_a_holder_computes_unless_it_is_far_above_the_mean() -> None:
     assert any("d1 holds more of it" in other.note for other in plan.alternatives)
     busier = tuple(replace(w, queued_rows=100 + 50 * (w.worker_id == "d1")) for w in LOADS[:3])
     assert plan_route(query(held), busier, fast).decoder != "d1"
+
+
+def test_a_short_queue_is_no_lead_whatever_its_share() -> None:
+    """A report that is a little old must not move a session, or the use of its blocks, away."""
+    fast = replace(SETTINGS, bandwidth_bytes_per_s=1e9, round_trip_s=0.0)
+    home, held = SessionHome("d2", 80), {"d2": [Held(HASHES, 10)]}
+    for asked in (query({}, home=home), query(held)):
+        for rows in range(14):
+            waiting = tuple(replace(w, queued_rows=rows * (w.worker_id == "d2")) for w in LOADS)
+            assert plan_route(asked, waiting, fast).decoder == "d2"
+        waiting = tuple(replace(w, queued_rows=40 * (w.worker_id == "d2")) for w in LOADS)
+        assert plan_route(asked, waiting, fast).chosen.computing != "d2"
+    none = replace(fast, max_lead_s=0.0)
+    waiting = tuple(replace(w, queued_rows=1 * (w.worker_id == "d2")) for w in LOADS)
+    assert plan_route(query(held), waiting, none).chosen.computing != "d2"
+
+
+@given(cluster, loads, st.lists(st.integers(0, 15 * W), min_size=5, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_no_route_has_a_worker_that_cannot_hold_the_request(
+    held: dict[str, list[Held]], workers: tuple[WorkerLoad, ...], capacities: list[int]
+) -> None:
+    asked = query(held, max_total_tokens=14 * W)
+    limited = tuple(
+        replace(worker, capacity_tokens=capacity)
+        for worker, capacity in zip(workers, capacities, strict=True)
+    )
+    small = {
+        worker.worker_id
+        for worker in limited
+        if worker.capacity_tokens is not None
+        and worker.capacity_tokens < (asked.num_tokens if worker.is_encoder else 14 * W)
+    }
+    if small.issuperset(NAMES[:3]):
+        with pytest.raises(InvalidArgument, match=r"decoders\.num_blocks"):
+            plan_route(asked, limited, SETTINGS)
+        return
+    plan = plan_route(asked, limited, SETTINGS)
+    for candidate in (plan.chosen, *plan.alternatives):
+        assert not small & {candidate.decoder, candidate.encoder}
+    assert {line.split(":")[0] for line in plan.left_out} == small
 
 
 def test_followers_wait_at_the_leader() -> None:

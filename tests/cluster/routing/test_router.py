@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -13,7 +14,14 @@ from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
+from ripresa.workers.errors import (
+    ErrorCode,
+    InvalidArgument,
+    ResourceExhausted,
+    RipresaError,
+    Unavailable,
+    Unreachable,
+)
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.report import WorkerReport
@@ -48,6 +56,8 @@ class Cluster:
         prefilling: seconds that a prefill takes, or what it raises.
         decoded, prefilled: the requests that workers got, in order.
         ended: decode calls that were closed, by worker.
+        waited_for: the router waits for a report; those that are `reporting` then send one.
+        capacity: tokens that pools hold.
     """
 
     def __init__(self, encoders: int = 0, decoders: int = 2) -> None:
@@ -58,6 +68,10 @@ class Cluster:
         self.prefilled: list[tuple[str, GenerationRequest]] = []
         self.ended: list[str] = []
         self.lost_workers: list[str] = []
+        self.waited_for = asyncio.Event()
+        self.reporting: set[str] = set()
+        self.num_reports: Counter[str] = Counter()
+        self.capacity: dict[str, int] = {}
         self.prefill_started = asyncio.Event()
         self._changed = asyncio.Event()
         self._has_state: dict[str, asyncio.Event] = {}
@@ -68,7 +82,16 @@ class Cluster:
 
     def workers(self) -> tuple[WorkerReport, ...]:
         return tuple(
-            WorkerReport(name, kind, "node", 1, 1, STATS)
+            WorkerReport(
+                name,
+                kind,
+                "node",
+                1,
+                1,
+                STATS,
+                capacity_tokens=self.capacity.get(name),
+                number=self.num_reports[name],
+            )
             for name in self.listed
             if name not in self.lost_workers
             for kind in (WorkerKind.ENCODER if name[0] == "e" else WorkerKind.DECODE,)
@@ -80,6 +103,18 @@ class Cluster:
     async def refresh(self) -> None:
         return None
 
+    async def changed(self) -> None:
+        self.waited_for.set()
+        changed = self._changed
+        for worker_id in self.reporting:
+            self.report(worker_id)
+        await changed.wait()
+
+    def report(self, worker_id: str) -> None:
+        """The worker reports once more."""
+        self.num_reports[worker_id] += 1
+        self._wake()
+
     def lost(self, worker_id: str) -> None:
         self.lost_workers.append(worker_id)
 
@@ -89,6 +124,9 @@ class Cluster:
 
     def stop_reports(self, worker_id: str) -> None:
         self.listed.remove(worker_id)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -256,7 +294,104 @@ async def test_retries_end() -> None:
 async def test_no_worker_left() -> None:
     cluster = Cluster(decoders=1)
     cluster.decoding["d0"] = breaking(Unreachable("died"))
+    with pytest.raises(Unavailable, match="died"):
+        await cluster.run()
     with pytest.raises(Unavailable, match="no decode worker is ready"):
+        await cluster.run()
+
+
+def refusing_once(cluster: Cluster, worker_id: str) -> Script:
+    """UNAVAILABLE after two tokens; the next time it answers."""
+
+    async def script(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
+        cluster.decoding[worker_id] = answering
+        async for event in breaking(Unavailable("its lane was lost"))(request):
+            yield event
+
+    return script
+
+
+async def test_the_only_worker_is_asked_again_when_it_has_reported() -> None:
+    cluster = Cluster(decoders=2)
+    cluster.capacity["d1"] = 2
+    cluster.decoding["d0"] = refusing_once(cluster, "d0")
+    running = asyncio.create_task(cluster.run())
+    await cluster.waited_for.wait()
+    # It is not asked before, and the one with too small a pool never is.
+    assert not running.done()
+    cluster.report("d0")
+    check_answer(await running)
+    assert [worker for worker, _ in cluster.decoded] == ["d0", "d0"]
+    cluster.router.check_integrity()
+
+
+async def test_a_new_worker_is_asked_instead() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.decoding["d0"] = breaking(Unavailable("its lane was lost"))
+    running = asyncio.create_task(cluster.run())
+    await cluster.waited_for.wait()
+    cluster.listed.append("d1")
+    cluster.report("d1")
+    check_answer(await running)
+    assert [worker for worker, _ in cluster.decoded] == ["d0", "d1"]
+
+
+@pytest.mark.parametrize("reports", [False, True])
+async def test_the_only_worker_s_own_error_is_told(reports: bool) -> None:
+    """Whether it never reports again, or fails every time."""
+    cluster = Cluster(decoders=1)
+    cluster.reporting = {"d0"} if reports else set()
+    cluster.decoding["d0"] = breaking(Unavailable("the disk is gone"), after=0)
+    with pytest.raises(Unavailable, match="the disk is gone"):
+        await cluster.run()
+    assert len(cluster.decoded) == (MAX_EXECUTIONS if reports else 1)
+    cluster.router.check_integrity()
+
+
+async def test_the_wait_for_a_report_can_be_cancelled() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.decoding["d0"] = breaking(Unavailable("its lane was lost"))
+    running = asyncio.create_task(cluster.run())
+    await cluster.waited_for.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    cluster.router.check_integrity()
+
+
+async def test_a_request_goes_where_it_fits() -> None:
+    cluster = Cluster(encoders=2, decoders=2)
+    need = len(PROMPT.token_ids) + PROMPT.sampling.max_tokens
+    cluster.capacity = {"e0": 2, "e1": 3, "d0": need - 1, "d1": need}
+    check_answer(await cluster.run())
+    assert [worker for worker, _ in cluster.prefilled] == ["e1"]
+    assert [worker for worker, _ in cluster.decoded] == ["d1"]
+    told = "\n".join(cluster.router.explain(PROMPT.request_id))
+    assert f"left out: d0: its KV pool holds {need - 1} tokens" in told
+    assert "left out: e0: its KV pool holds 2 tokens" in told
+    assert "encoders.num_blocks" in told
+
+
+@pytest.mark.parametrize(
+    ("capacity", "field"), [(2, "token_ids"), (6, "sampling.max_tokens")], ids=["prompt", "answer"]
+)
+async def test_a_request_that_fits_nowhere_is_refused_by_its_field(
+    capacity: int, field: str
+) -> None:
+    cluster = Cluster(encoders=1, decoders=2)
+    cluster.capacity = {"d0": 1, "d1": capacity}
+    with pytest.raises(InvalidArgument, match=r"decoders\.num_blocks") as caught:
+        await cluster.run()
+    assert caught.value.field == field
+    assert cluster.decoded == []
+
+
+async def test_a_full_worker_s_refusal_is_told_where_no_other_one_is_large_enough() -> None:
+    cluster = Cluster(decoders=2)
+    cluster.capacity = {"d1": 1}
+    cluster.decoding["d0"] = breaking(ResourceExhausted("no blocks are free"), after=0)
+    with pytest.raises(ResourceExhausted, match="no blocks are free"):
         await cluster.run()
 
 
