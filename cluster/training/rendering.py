@@ -1,0 +1,112 @@
+"""How does a conversation become a training sample? Token ids, and how much each one counts.
+
+A token's weight is that of predicting it. What the assistant says counts whole; of the rest, texts
+that can be guessed at all count a little in some samples, and coined names and digits never.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ripresa.cluster.gateway.chat_encoding import (
+    ASSISTANT,
+    END_OF_REASONING,
+    END_OF_SENTENCE,
+    ChatEncoding,
+    Segment,
+)
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.demo.checkpoint import MODEL_NAME
+from ripresa.workers.demo.ledger.conversation import Conversation, Message
+from ripresa.workers.demo.ledger.tool_server import TOOLS
+
+_BEGIN = "<｜begin▁of▁sentence｜>"
+_UNPREDICTABLE = re.compile(r'"[a-z]+"?|\d+')
+_HEADER = 2
+"""Tokens of an answer's header, which ends every prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sequence to learn from.
+
+    Attributes:
+        token_ids: of the whole sequence.
+        weights: of predicting each token; the first one's has no meaning.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+class Renderer:
+    """Renders conversations as the gateway does, in chat mode.
+
+    Args:
+        tokenizer_file: a V4.1 `tokenizer.json`.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+
+    def __init__(self, tokenizer_file: Path) -> None:
+        self._tokenizer = Tokenizer(tokenizer_file)
+        self._encoding = ChatEncoding(self._tokenizer, tokenizer_file, MODEL_NAME)
+
+    def conversation(self, conversation: Conversation, context_weight: float) -> Sample:
+        """A conversation that ends with the assistant's message.
+
+        Args:
+            context_weight: of what others than the assistant say.
+        """
+        segments = self._segments(conversation.messages, conversation.declares_tools)
+        token_ids: list[int] = []
+        weights: list[float] = []
+        assistant = False
+        for place, segment in enumerate(segments):
+            ids = self._encoding.encode([segment])
+            token_ids += ids
+            if segment.is_special:
+                is_header = segment.text == END_OF_REASONING and not assistant
+                weights.append(1.0 if assistant and not is_header else 0.0)
+                if segment.text == END_OF_SENTENCE:
+                    assistant = False
+            elif assistant:
+                weights += [1.0] * len(ids)
+            else:
+                weights += self._context_weights(segment.text, ids, context_weight)
+            if segment.text == END_OF_REASONING and segments[place - 1].text == ASSISTANT:
+                assistant = True
+        return Sample(tuple(token_ids), tuple(weights))
+
+    def text(self, text: str, weight: float) -> Sample:
+        """Plain text behind the token that begins every sequence."""
+        ids = self._encoding.encode([Segment(_BEGIN, True), Segment(text, False)])
+        return Sample(tuple(ids), (0.0, *[weight] * (len(ids) - 1)))
+
+    def num_tokens(self, messages: Sequence[Message]) -> int:
+        """Tokens of a prompt that ends with these messages, without the answer's header."""
+        return len(self._encoding.encode(self._segments(messages, False)))
+
+    def _segments(self, messages: Sequence[Message], declares_tools: bool) -> Sequence[Segment]:
+        body = {"messages": list(messages), "thinking": {"type": "disabled"}}
+        if declares_tools:
+            body["tools"] = list(TOOLS)
+        return self._encoding.render(body).segments[:-_HEADER]
+
+    def _context_weights(self, text: str, ids: Sequence[int], weight: float) -> list[float]:
+        if weight == 0.0:
+            return [0.0] * len(ids)
+        raw = text.encode()
+        hidden = bytearray(len(raw))
+        for match in _UNPREDICTABLE.finditer(raw.decode("latin-1")):
+            hidden[match.start() : match.end()] = b"\1" * (match.end() - match.start())
+        weights, place = [], 0
+        for token in ids:
+            stop = place + len(self._tokenizer.token_bytes([token]))
+            weights.append(0.0 if any(hidden[place:stop]) else weight)
+            place = stop
+        return weights
