@@ -143,10 +143,10 @@ def test_a_model_that_calls_for_ever_fails_its_turn_and_the_next_begins() -> Non
 @settings(max_examples=30)
 def test_splits_share_neither_names_nor_filler(index: int) -> None:
     for split in Split:
-        conversation = write(script(split, index, 800))
-        asked = [m["content"] for m in conversation.messages if m["role"] == "user"]
+        drawn = script(split, index, 800)
+        asked = [turn.user for turn in drawn.turns]
         names = {name for line in asked for name in line.split('"')[1::2]}
-        assert names
+        names |= set(drawn.world.records) | set(drawn.world.notes)
         assert all(split_of(name) is split for name in names)
     assert not set(paragraphs(Split.TRAINING)) & set(paragraphs(Split.EVALUATION))
 
