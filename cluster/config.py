@@ -22,6 +22,7 @@ from ripresa.workers.config import (
     DiskConfig,
     EngineConfig,
     EngramPlacement,
+    LeaseConfig,
     Numerics,
     ParkConfig,
     WindowConfig,
@@ -245,6 +246,7 @@ class ClusterConfig:
         torch_threads: threads of torch in each worker process.
         windows: which encoder windows every worker keeps for later hits.
         parked: how decode workers keep sessions between their turns.
+        leases: what they keep before all else while a session's tools run.
         disk: where block KV outlives the workers of a machine.
     """
 
@@ -255,6 +257,7 @@ class ClusterConfig:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
+    leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     directory: PrefixDirectorySettings = field(default_factory=PrefixDirectorySettings)
     planner: PlannerSettings = field(default_factory=PlannerSettings)
@@ -320,6 +323,7 @@ class ClusterConfig:
             w8a8=self.model.w8a8,
             windows=self.windows,
             parked=self.parked,
+            leases=self.leases,
             disk=self.disk,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,

@@ -96,6 +96,25 @@ class ParkConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """What is kept of a session while its tools run.
+
+    Attributes:
+        max_share: most of a worker's KV blocks that leases keep from being evicted, 0 to 1.
+        max_time_s: longest lease in seconds, whatever a client or a slow tool asks for.
+    """
+
+    max_share: float = 0.5
+    max_time_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_share <= 1:
+            raise ConfigError("leases.max_share", f"{self.max_share} is not between 0 and 1")
+        if not 0 < self.max_time_s < float("inf"):
+            raise ConfigError("leases.max_time_s", f"{self.max_time_s} is no number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class DiskConfig:
     """Where block KV outlives the workers, for all of a machine.
 
@@ -186,6 +205,7 @@ class EngineConfig:
         transfer: hand-over settings.
         windows: which encoder windows are kept.
         parked: how sessions' states are kept.
+        leases: what is kept while tools run.
         disk: where block KV outlives the worker.
     """
 
@@ -202,6 +222,7 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
+    leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -158,6 +158,14 @@ class DecodeEngine:
     def abort(self, request_id: str) -> bool:
         """End a request with CANCELLED; False if it does not run here."""
         return self._core.abort(request_id)
+
+    def lease(self, request_id: str, tools: Collection[str]) -> bool:
+        """See `EngineCore.lease`."""
+        return self._core.lease(request_id, tools)
+
+    def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        """See `EngineCore.end_session`."""
+        self._core.end_session(tenant_salt, session_id)
 
     @property
     def exchange(self) -> PrefixExchange:

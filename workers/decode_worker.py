@@ -82,6 +82,16 @@ class DecodeWorker:
         require_target(self._worker_id, worker_id)
         return self._engine.abort(request_id)
 
+    async def lease(self, request_id: str, tools: tuple[str, ...], *, worker_id: str) -> bool:
+        """Keep what a finished turn left while its tools run; False if it is not known here."""
+        require_target(self._worker_id, worker_id)
+        return self._engine.lease(request_id, tools)
+
+    async def end_session(self, tenant_salt: bytes, session_id: str, *, worker_id: str) -> None:
+        """The session is closed: nothing of it needs to be kept."""
+        require_target(self._worker_id, worker_id)
+        self._engine.end_session(tenant_salt, session_id)
+
     async def report(self, *, worker_id: str) -> WorkerReport:
         """This worker's report, now."""
         require_target(self._worker_id, worker_id)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -44,7 +44,12 @@ from ripresa.workers.prefix_pulls import PeerAccess
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.prefix_supply import PrefixHold
 from ripresa.workers.replay import Recipe
-from ripresa.workers.request import EngineStats, GenerationRequest, WorkCounters
+from ripresa.workers.request import (
+    EngineStats,
+    GenerationRequest,
+    LeaseCounters,
+    WorkCounters,
+)
 from ripresa.workers.scheduling.admission import check_recipe
 from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerLimits, WorkerRole
 from ripresa.workers.scheduling.step_plan import StepPlan
@@ -93,7 +98,10 @@ class EngineCore:
         self._clock = clock
         self._listener: CacheListener = listener or Unheard()
         blocks = BlockCache(
-            BlockPool(runner.num_blocks), runner.window, on_event=self._tell_listener
+            BlockPool(runner.num_blocks),
+            runner.window,
+            on_event=self._tell_listener,
+            max_pinned=int(config.leases.max_share * runner.num_blocks),
         )
         self._prefixes = PrefixCache(
             blocks,
@@ -101,6 +109,8 @@ class EngineCore:
             runner.layout_digest,
             config.windows,
             config.parked,
+            config.leases,
+            runner.num_blocks,
             clock,
             self._listener,
             config.anchor_interval,
@@ -258,6 +268,7 @@ class EngineCore:
                 pages = sequence.pages
                 num_tokens = len(plan.parked.token_ids)
                 self._runner.import_image(pages.slot, pages.blocks, num_tokens, plan.parked.payload)
+        prefix.begun()
         if self._disk is not None:
             self._disk.used(chain, prefix.opened_at)
         return sequence
@@ -351,6 +362,19 @@ class EngineCore:
             hold.abort(error)
         return hold is not None
 
+    def lease(self, request_id: str, tools: Collection[str]) -> bool:
+        """A finished turn called `tools`: keep what it left until they can be expected to answer.
+
+        False if its session goes on already, or nothing of it is known.
+        """
+        is_known = self._prefixes.leases.grant(request_id, tools, self._clock())
+        self._wake.set()
+        return is_known
+
+    def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        """The session is closed: its state is dropped, its blocks go first. Idempotent."""
+        self._prefixes.leases.end_session(tenant_salt, session_id)
+
     async def leader(self, name: str) -> Job | None:
         """The request of this id or claim, once it is admitted; None if it does not run here."""
         while True:
@@ -440,12 +464,17 @@ class EngineCore:
             pulls=self.exchange.counters,
             rates=self._rates.rates,
             disk=None if self._disk is None else self._disk.stats(),
+            leases=LeaseCounters(
+                outcomes=tuple((str(k), n) for k, n in self._prefixes.leases.outcomes.items()),
+                num_pinned_blocks=self._prefixes.blocks.num_pinned,
+            ),
         )
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless pools, queues and requests agree."""
         self._scheduler.check_integrity()
         self._prefixes.windows.check_integrity()
+        self._prefixes.leases.check_integrity()
         if self._tails.held_bytes != sum(job.tail_bytes for job in self._by_id.values()):
             raise RipresaError(ErrorCode.INTERNAL, "bytes are set aside for tails of no request")
         self.exchange.check_integrity()
@@ -474,6 +503,7 @@ class EngineCore:
         try:
             while self._refusal is None:
                 self._fail_overdue()
+                self._prefixes.leases.lapse(self._clock())
                 self._make_room()
                 self._resume_parked()
                 plan = self._scheduler.schedule()
@@ -533,9 +563,11 @@ class EngineCore:
         return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
-        """Until something can be computed or the next request is due."""
+        """Until something can be computed, or the next request is due or lease lapses."""
         self._wake.clear()
         due = [job.due for job in self._by_id.values() if job.due is not None and not job.is_over]
+        next_lapse = self._prefixes.leases.next_lapse
+        due += [] if next_lapse is None else [next_lapse]
         timeout_s = max(0.0, min(due) - self._clock()) if due else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -591,6 +623,7 @@ class EngineCore:
                 pages, num_tokens = job.sequence.pages, job.sequence.committed
                 payload = self._runner.export_image(pages.slot, pages.blocks, num_tokens)
                 job.prefix.park(job.sequence, payload)
+            job.prefix.ended(job.sequence)
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot), cut)
 

@@ -25,9 +25,11 @@ from ripresa.workers.cache.parked_states import (
     Preempted,
     token_digest,
 )
+from ripresa.workers.cache.session_leases import Arrival, EndedTurn, SessionLeases
 from ripresa.workers.cache.window_pool import WindowPool
 from ripresa.workers.config import (
     DEFAULT_ANCHOR_INTERVAL,
+    LeaseConfig,
     ParkConfig,
     WindowConfig,
     WindowPolicy,
@@ -51,6 +53,9 @@ from ripresa.workers.transfer.base import PulledImage
 NUM_LAST_WINDOWS = 3
 """Boundaries of a finished turn whose windows are kept, so that any append finds one."""
 
+MAX_POOLS_REMEMBERED = 4
+"""Ended turns are remembered while their blocks are at most so many times the worker's."""
+
 
 class PrefixCache:
     """A worker's cached prefixes, request by request.
@@ -61,6 +66,8 @@ class PrefixCache:
         layout_digest: names model, weights, KV format and geometry.
         windows: which encoder windows are kept.
         parked: how sessions' states are kept.
+        leases: how long before all else.
+        num_blocks: of the worker's pool.
         clock: seconds since the epoch.
         listener: hears of the windows; blocks tell by themselves.
         anchor_interval: A of mode canonical, a multiple of W.
@@ -73,6 +80,8 @@ class PrefixCache:
         layout_digest: bytes,
         windows: WindowConfig,
         parked: ParkConfig,
+        leases: LeaseConfig,
+        num_blocks: int,
         clock: Callable[[], float],
         listener: CacheListener,
         anchor_interval: int = DEFAULT_ANCHOR_INTERVAL,
@@ -87,6 +96,9 @@ class PrefixCache:
         self.time_to_live_s = parked.time_to_live_s
         self.clock = clock
         self.blocks = blocks
+        self.leases = SessionLeases(
+            blocks, self.parked, MAX_POOLS_REMEMBERED * num_blocks, leases.max_time_s
+        )
         self.windows = WindowPool(
             0 if windows.policy is WindowPolicy.ZERO else windows.capacity_bytes, listener
         )
@@ -171,6 +183,37 @@ class RequestPrefix:
             expires=cache.clock() + cache.time_to_live_s,
         )
         cache.parked.put(request.tenant_salt, request.session_id, state)
+
+    def begun(self) -> None:
+        """The request was admitted: its session goes on, or something else begins."""
+        request = self._request
+        arrival = Arrival(
+            request.tenant_salt,
+            request.session_id,
+            request.token_ids,
+            self._hashes,
+            self._window,
+        )
+        self._cache.leases.arrived(arrival, self.opened_at)
+
+    def ended(self, sequence: Sequence) -> None:
+        """The turn is over, and its state parked: its session may go on from what is held."""
+        request, cache = self._request, self._cache
+        if not request.cache.writes:
+            return
+        num_blocks = sequence.committed // self._window
+        hashes = self._hashes[:num_blocks]
+        turn = EndedTurn(
+            request_id=request.request_id,
+            tenant_salt=request.tenant_salt,
+            session_id=request.session_id,
+            chain=held_chain(sequence.recipe, hashes, self._window, cache.blocks),
+            num_blocks=num_blocks,
+            last_block=hashes[-1] if hashes else None,
+            tail=tuple(sequence.token_ids[num_blocks * self._window : sequence.committed]),
+            expected_s=request.expect_next_within_s,
+        )
+        cache.leases.turn_over(turn, cache.clock())
 
     def wanted_image(self) -> PulledImage | None:
         """The session's state that a source of the request may have; None if none is wanted."""

@@ -175,7 +175,8 @@ class PrefixServing:
             await self._send_windows(pull, transfer, index)
             await transfer.complete()
             if pull.image is not None and state is not None:
-                self._prefixes.parked.give_way(pull.image.tenant_salt, pull.image.session_id)
+                image, now = pull.image, self._prefixes.clock()
+                self._prefixes.leases.moved(image.tenant_salt, image.session_id, now)
         except BaseException as error:
             await transfer.fail(str(error) or type(error).__name__)
             raise

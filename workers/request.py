@@ -118,6 +118,8 @@ class GenerationRequest:
             worker that computes them keeps it up. None for none.
         max_chunk_rows: most rows of one chunk of its prefill beside decoding sequences, so that
             their next tokens are not late; None for the step's whole budget.
+        expect_next_within_s: the client expects to go on within so many seconds after the answer;
+            None if it did not say so.
     """
 
     request_id: str
@@ -134,6 +136,7 @@ class GenerationRequest:
     sources: PrefixSources = field(default_factory=PrefixSources)
     claim: str | None = None
     max_chunk_rows: int | None = None
+    expect_next_within_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -270,6 +273,19 @@ class PullCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseCounters:
+    """What became of the leases of a worker's sessions.
+
+    Attributes:
+        outcomes: by name (`LeaseOutcome`), and how often.
+        num_pinned_blocks: KV blocks that leases pin now.
+    """
+
+    outcomes: tuple[tuple[str, int], ...] = ()
+    num_pinned_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A worker's load and work so far.
 
@@ -288,6 +304,7 @@ class EngineStats:
         rates: how fast it computes.
         disk: what it did with the disk tier; None without one.
         pulls: what went to and came from peers' caches.
+        leases: what is kept for sessions whose tools run.
     """
 
     num_running: int
@@ -305,3 +322,4 @@ class EngineStats:
     rates: Rates = field(default_factory=Rates)
     disk: StoreStats | None = None
     pulls: PullCounters = field(default_factory=PullCounters)
+    leases: LeaseCounters = field(default_factory=LeaseCounters)

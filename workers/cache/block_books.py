@@ -15,6 +15,7 @@ class BlockBooks:
         block: its id.
         num_users: running requests that read or write it.
         num_leases, num_pins: sessions interested in it, and those of them that pin it.
+        adopted_at: number of the call by which a request took it up last; 0 for none.
         is_demoted: unused, and the last session interested in it is over or overdue.
         is_copy: another worker holds the same, so that nothing is lost with this one.
         is_freed: these books are closed.
@@ -23,6 +24,7 @@ class BlockBooks:
     """
 
     __slots__ = (
+        "adopted_at",
         "block",
         "is_copy",
         "is_demoted",
@@ -37,6 +39,7 @@ class BlockBooks:
     def __init__(self, block: int) -> None:
         self.block = block
         self.num_users = 1
+        self.adopted_at = 0
         self.num_leases = 0
         self.num_pins = 0
         self.is_copy = False
@@ -68,13 +71,16 @@ class Lease:
     """A session's interest in a chain; made by `BlockCache.lease`.
 
     Attributes:
-        is_pinned: its blocks are not evicted.
-        is_over: redeemed or lapsed.
+        began_at: number of the call that made it; who adopts a block later uses it for himself.
+        pinned_until: its blocks are not evicted, unless the pool needs those of the lease that ends
+            first; seconds on the clock of whoever pinned it. None while it is not pinned.
+        is_over: redeemed, lapsed or forgotten.
     """
 
-    __slots__ = ("books", "is_over", "is_pinned")
+    __slots__ = ("began_at", "books", "is_over", "pinned_until")
 
-    def __init__(self, books: tuple[BlockBooks, ...], is_pinned: bool) -> None:
+    def __init__(self, books: tuple[BlockBooks, ...], began_at: int) -> None:
         self.books = books
-        self.is_pinned = is_pinned
+        self.began_at = began_at
+        self.pinned_until: float | None = None
         self.is_over = False

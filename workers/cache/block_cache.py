@@ -4,10 +4,11 @@
                     │  (identity taken: stays private)             │
                     └── release ──▶ free                           └── last release ──▶ unused
                                       ▲                                                   │
-                                      └────────── evicted, when nobody pins it ───────────┘
+                                      └──────────────────── evicted ──────────────────────┘
 
-A block that a running request uses, or a lease pins, is never evicted. Pure: blocks are ids, time
-is the order of calls, and what happens is told to a callback.
+A block that a running request uses is never evicted; one that a lease pins only when nothing else
+is left, and then those of the lease that ends first. Pure: blocks are ids, time is the order of
+calls, and what happens is told to a callback.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class BlockCache:
         window: W, tokens in a block.
         num_ranks: ranks that must acknowledge a block before it is published.
         on_event: hears of every published and removed block, in order.
+        max_pinned: most blocks that leases may pin; None for all of them.
+
+    Attributes:
+        num_yielded: leases that gave up their pins before they ended, for want of room.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class BlockCache:
         window: int,
         num_ranks: int = 1,
         on_event: Callable[[CacheEvent], None] | None = None,
+        max_pinned: int | None = None,
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a worker has at least one rank, got {num_ranks}")
@@ -56,6 +62,21 @@ class BlockCache:
         self._books: dict[int, BlockBooks] = {}
         self._index: LineageIndex[BlockBooks] = LineageIndex(window)
         self._unused = EvictionOrder()
+        self._max_pinned = pool.num_blocks if max_pinned is None else max_pinned
+        self._pinned: set[Lease] = set()
+        self._num_pinned = 0
+        self._num_calls = 0
+        self.num_yielded = 0
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that leases pin."""
+        return self._num_pinned
+
+    @property
+    def num_pinning_leases(self) -> int:
+        """Leases that pin their blocks."""
+        return len(self._pinned)
 
     @property
     def num_published(self) -> int:
@@ -105,6 +126,8 @@ class BlockCache:
             )
         events: list[CacheEvent] = []
         for _ in range(num_blocks - self._pool.num_free):
+            while not self._unused.has_next:
+                self._yield_pins()
             books = self._books[self._unused.pop()]
             events.append(self._unpublish(books, is_evicted=True))
             self._free(books)
@@ -121,8 +144,10 @@ class BlockCache:
             RipresaError: NOT_FOUND; one is gone since it was planned. Plan again.
         """
         found = self._find(chain)
+        self._num_calls += 1
         for books in found:
             books.num_users += 1
+            books.adopted_at = self._num_calls
             books.is_demoted = False
             self._unused.discard(books.block)
         return tuple(books.block for books in found)
@@ -182,43 +207,75 @@ class BlockCache:
         self._tell([BlockPublished(offer.record)])
         return offer.outcome
 
-    def lease(self, chain: Sequence[BlockIdentity], *, is_pinned: bool = True) -> Lease:
+    def lease(self, chain: Sequence[BlockIdentity]) -> Lease:
         """Register a session's interest in published blocks, all or none.
 
-        Pinned blocks are never evicted. An open session without a pin keeps its blocks from being
-        demoted when another session that shares them ends.
+        It keeps them from being demoted when another session that shares them ends.
 
         Raises:
             RipresaError: NOT_FOUND; one of them is gone.
         """
         found = self._find(chain)
+        self._num_calls += 1
         for books in found:
             books.num_leases += 1
-            books.num_pins += is_pinned
             books.is_demoted = False
         for books in reversed(found):
             self._place(books)
-        return Lease(tuple(found), is_pinned)
+        return Lease(tuple(found), self._num_calls)
+
+    def pin(self, lease: Lease, until: float) -> None:
+        """Keep the blocks of an open lease from being evicted, or keep them longer.
+
+        If more are pinned then than may be, the leases that end first give up their pins.
+        """
+        if lease.is_over:
+            return
+        if lease.pinned_until is None:
+            for books in self._alive(lease):
+                self._count_pin(books, 1)
+                self._place(books)
+            self._pinned.add(lease)
+        lease.pinned_until = until
+        while self._num_pinned > self._max_pinned:
+            self._yield_pins()
 
     def unpin(self, lease: Lease) -> None:
         """The session stays open, its blocks may be evicted. Idempotent."""
-        if lease.is_over or not lease.is_pinned:
+        if lease.pinned_until is None:
             return
-        lease.is_pinned = False
+        lease.pinned_until = None
+        self._pinned.discard(lease)
         for books in self._alive(lease):
-            books.num_pins -= 1
+            self._count_pin(books, -1)
             self._place(books)
 
     def redeem(self, lease: Lease) -> None:
         """The session goes on: the lease is over, its blocks count as used now. Idempotent."""
-        self._end(lease, demotes=False)
+        if lease.is_over:
+            return
+        self._end(lease)
+        for books in self._alive(lease):
+            books.is_demoted = False
+            self._place(books)
+
+    def forget(self, lease: Lease) -> None:
+        """Nothing more will be heard of the session; its blocks stay where they are. Idempotent."""
+        self._end(lease)
 
     def lapse(self, lease: Lease) -> None:
         """The session is overdue, compacted or closed. Idempotent.
 
-        Its blocks that nobody uses and no other lease covers will be the first to go.
+        Its blocks will be the first to go, but for those that somebody uses, that another session
+        is interested in, or that a request took up since the lease began.
         """
-        self._end(lease, demotes=True)
+        if lease.is_over:
+            return
+        self._end(lease)
+        for books in self._alive(lease):
+            if books.num_leases == books.num_users == 0 and books.adopted_at <= lease.began_at:
+                books.is_demoted = True
+                self._place(books)
 
     def mark_copy(self, identity: BlockIdentity, *, is_copy: bool) -> None:
         """Another worker holds the block too, or not any more: copies make room first.
@@ -279,37 +336,49 @@ class BlockCache:
         # The twin that was first has served as this one's continuation in the chain: as recent.
         twin = self._index.get(offer.record.identity)
         if twin is not None:
+            self._num_calls += 1
+            twin.adopted_at = self._num_calls
             twin.is_demoted = False
             self._place(twin)
 
-    def _end(self, lease: Lease, *, demotes: bool) -> None:
+    def _end(self, lease: Lease) -> None:
         if lease.is_over:
             return
+        self.unpin(lease)
         lease.is_over = True
         for books in self._alive(lease):
             books.num_leases -= 1
-            books.num_pins -= lease.is_pinned
-            if not demotes or books.num_leases == books.num_users == 0:
-                books.is_demoted = demotes
-                self._place(books)
-            elif lease.is_pinned:
-                self._place(books)
-        lease.is_pinned = False
+
+    def _yield_pins(self) -> None:
+        """The lease that ends first gives up its pins; there must be one."""
+        self.unpin(min(self._pinned, key=lambda lease: lease.pinned_until or 0.0))
+        self.num_yielded += 1
+
+    def _count_pin(self, books: BlockBooks, change: int) -> None:
+        was_pinned = books.num_pins > 0
+        books.num_pins += change
+        self._num_pinned += (books.num_pins > 0) - was_pinned
 
     @staticmethod
     def _alive(lease: Lease) -> list[BlockBooks]:
-        """Blocks of a lease that were not evicted since; the last of the chain first."""
-        return [books for books in reversed(lease.books) if not books.is_freed]
+        """Blocks of a lease that are still published; the last of the chain first."""
+        return [books for books in reversed(lease.books) if books.record is not None]
 
     def _place(self, books: BlockBooks) -> None:
         """Enter a published block behind the unused ones, or take it out if it is not unused."""
         self._unused.discard(books.block)
-        if books.num_users == books.num_pins == 0 and books.record is not None:
-            self._unused.put(books.block, is_demoted=books.is_demoted or books.is_copy)
+        if books.num_users == 0 and books.record is not None:
+            self._unused.put(
+                books.block,
+                is_demoted=books.is_demoted or books.is_copy,
+                is_pinned=books.num_pins > 0,
+            )
 
     def _unpublish(self, books: BlockBooks, *, is_evicted: bool) -> BlockRemoved:
         assert books.record is not None
         record, books.record = books.record, None
+        self._num_pinned -= books.num_pins > 0
+        books.num_pins = books.num_leases = 0
         self._index.remove(record.identity)
         return BlockRemoved(record, is_evicted)
 
@@ -341,10 +410,19 @@ class BlockCache:
                 )
         for block, books in self._books.items():
             self._check(block, books)
+        pinned = {b for lease in self._pinned for b in lease.books if b.record is not None}
+        if {b for b in self._books.values() if b.num_pins} != pinned:
+            raise RipresaError(ErrorCode.INTERNAL, "the leases' pins are not those of the blocks")
+        if self._num_pinned != len(pinned) or len(pinned) > self._max_pinned:
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"{len(pinned)} KV blocks are pinned, {self._num_pinned} are counted and "
+                f"{self._max_pinned} may be",
+            )
 
     def _check(self, block: int, books: BlockBooks) -> None:
         published = books.record is not None and self._index.get(books.record.identity) is books
-        unused = published and books.num_users == books.num_pins == 0
+        unused = published and books.num_users == 0
         faults = {
             "is on the books of another block or was freed": books.block != block or books.is_freed,
             "has a negative count": min(books.num_users, books.num_pins) < 0,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Generic, Protocol, TypeVar
 
@@ -83,7 +83,8 @@ class Preempted:
 class ParkedStates(Generic[P]):
     """The newest state of each session, and of each preempted request.
 
-    The least recently parked ones make room, sessions before requests that run.
+    The least recently parked ones make room: sessions without a lease, then those whose lease ends
+    first, then requests that run.
 
     Args:
         capacity_bytes: most bytes of payloads and token ids.
@@ -92,6 +93,7 @@ class ParkedStates(Generic[P]):
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._held: OrderedDict[tuple[bytes, str | Preempted], ParkedState[P]] = OrderedDict()
+        self._leased: dict[tuple[bytes, str | Preempted], float] = {}
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -107,10 +109,24 @@ class ParkedStates(Generic[P]):
         if state.num_bytes > self._capacity_bytes:
             return
         while self._num_bytes + state.num_bytes > self._capacity_bytes:
-            sessions = (owner for owner in self._held if isinstance(owner[1], str))
-            self.drop(*next(sessions, next(iter(self._held))))
+            self.drop(*self._next_to_go())
         self._held[tenant_salt, session_id] = state
         self._num_bytes += state.num_bytes
+
+    def lease(self, tenant_salt: bytes, session_id: str, until: float) -> None:
+        """Keep a session's state before those of sessions without a lease, and as long as it runs.
+
+        Nothing if there is none.
+        """
+        owner = (tenant_salt, session_id)
+        state = self._held.get(owner)
+        if state is not None:
+            self._held[owner] = replace(state, expires=max(state.expires, until))
+            self._leased[owner] = until
+
+    def end_lease(self, tenant_salt: bytes, session_id: str) -> None:
+        """The state is one of many again. Idempotent."""
+        self._leased.pop((tenant_salt, session_id), None)
 
     def find(
         self,
@@ -141,20 +157,31 @@ class ParkedStates(Generic[P]):
         return state if token_digest(state.token_ids) == digest else None
 
     def give_way(self, tenant_salt: bytes, session_id: str) -> None:
-        """The session goes on elsewhere: its state makes room before all others."""
+        """The session goes on elsewhere, or may be over: its state makes room before all others."""
+        self.end_lease(tenant_salt, session_id)
         if (tenant_salt, session_id) in self._held:
             self._held.move_to_end((tenant_salt, session_id), last=False)
 
     def clear(self) -> None:
         """Forget every session's state."""
         self._held.clear()
+        self._leased.clear()
         self._num_bytes = 0
 
     def drop(self, tenant_salt: bytes, session_id: str | Preempted) -> None:
         """Forget a session's state. Idempotent."""
         state = self._held.pop((tenant_salt, session_id), None)
+        self._leased.pop((tenant_salt, session_id), None)
         if state is not None:
             self._num_bytes -= state.num_bytes
+
+    def _next_to_go(self) -> tuple[bytes, str | Preempted]:
+        """Whose state makes room next; there must be one."""
+        sessions = (owner for owner in self._held if isinstance(owner[1], str))
+        free = next((owner for owner in sessions if owner not in self._leased), None)
+        if free is not None:
+            return free
+        return min(self._leased, key=self._leased.__getitem__, default=next(iter(self._held)))
 
 
 def token_digest(token_ids: tuple[int, ...]) -> bytes:

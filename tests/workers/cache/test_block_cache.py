@@ -35,6 +35,7 @@ WINDOW = 8
 NUM_BLOCKS = 12
 NUM_RANKS = 2
 LONGEST = 5
+MAX_PINNED = 7
 PATHS = ["a", "aa", "aab", "aabb", "aabab", "ab", "abba", "abbab", "b", "ba", "bab"]
 
 
@@ -65,12 +66,17 @@ class Request:
 class Session:
     lease: Lease
     names: list[BlockIdentity]
-    is_pinned: bool
+    began: int
+    until: int | None = None
     is_over: bool = False
 
 
 class CacheHistory(RuleBasedStateMachine):
-    """The model keeps plain lists; `order` is every published block, next to be evicted first."""
+    """The model keeps plain lists; `order` is every published block, next to be evicted first.
+
+    Blocks that a lease pins stand behind all others, whenever they were used; `adopted` and
+    `Session.began` are numbers of calls.
+    """
 
     requests = Bundle("requests")
     sessions = Bundle("sessions")
@@ -78,13 +84,17 @@ class CacheHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[CacheEvent] = []
-        self.cache = BlockCache(BlockPool(NUM_BLOCKS), WINDOW, NUM_RANKS, self.events.append)
+        self.cache = BlockCache(
+            BlockPool(NUM_BLOCKS), WINDOW, NUM_RANKS, self.events.append, MAX_PINNED
+        )
         self.published: dict[BlockIdentity, int] = {}
         self.order: list[BlockIdentity] = []
         self.demoted: set[BlockIdentity] = set()
         self.running: list[Request] = []
         self.open: list[Session] = []
         self.offered: set[int] = set()
+        self.num_calls = 0
+        self.adopted: dict[BlockIdentity, int] = {}
 
     def users(self, block: int) -> int:
         return sum(request.blocks.count(block) for request in self.running)
@@ -92,14 +102,38 @@ class CacheHistory(RuleBasedStateMachine):
     def sessions_of(self, name: BlockIdentity) -> list[Session]:
         return [session for session in self.open if name in session.names]
 
-    def unused(self) -> list[BlockIdentity]:
-        free = [
-            name
-            for name in self.order
-            if not self.users(self.published[name])
-            and not any(s.is_pinned for s in self.sessions_of(name))
-        ]
+    def pinned(self) -> set[BlockIdentity]:
+        return {name for s in self.open if s.until is not None for name in s.names}
+
+    def evictable(self) -> list[BlockIdentity]:
+        """Unused blocks that no lease pins, next to be evicted first."""
+        pinned = self.pinned()
+        free = [n for n in self.order if not self.users(self.published[n]) and n not in pinned]
         return sorted(free, key=lambda name: name not in self.demoted)
+
+    def unused(self) -> list[BlockIdentity]:
+        return [name for name in self.order if not self.users(self.published[name])]
+
+    def yield_pins(self) -> None:
+        """The pinned session that ends first loses its pins; ties go by who was pinned first."""
+        pinned = [s for s in self.open if s.until is not None]
+        first = min(pinned, key=lambda s: s.until or 0)
+        self.drop_pins(first)
+
+    def drop_pins(self, session: Session) -> None:
+        session.until = None
+        for name in reversed(session.names):
+            self.touch(name)
+
+    def evict(self, num_blocks: int) -> list[BlockIdentity]:
+        """The next so many blocks to go, forgotten by the model."""
+        gone = []
+        for _ in range(num_blocks):
+            while not self.evictable():
+                self.yield_pins()
+            gone.append(self.evictable()[0])
+            self.forget(gone[-1])
+        return gone
 
     def touch(self, name: BlockIdentity) -> None:
         self.order.remove(name)
@@ -111,6 +145,7 @@ class CacheHistory(RuleBasedStateMachine):
             self.offered.discard(block)
         self.order.remove(name)
         self.demoted.discard(name)
+        self.adopted.pop(name, None)
         for session in self.open:
             if name in session.names:
                 session.names.remove(name)
@@ -137,13 +172,15 @@ class CacheHistory(RuleBasedStateMachine):
         is_pinned=st.booleans(),
     )
     def turn(self, path: str, cap: int, cut: bool, is_pinned: bool) -> object:
-        """A request from its start to its end, with a lease of what it leaves."""
+        """A request from its start to its end, with a lease of what it leaves, pinned or not."""
         request = self.begin(path, cap, cut)
         if request is None:
             return multiple()
         self.acknowledge_every(request)
-        session = self.take_lease(request, is_pinned)
+        session = self.take_lease(request)
         self.end(request)
+        if is_pinned:
+            self.pin(session, self.next_end())
         return session
 
     def begin(self, path: str, cap: int, cut: bool) -> Request | None:
@@ -156,6 +193,8 @@ class CacheHistory(RuleBasedStateMachine):
             lineage = (*lineage, len(chain) * WINDOW)
         names = chain + [identity(path[: k + 1], lineage) for k in range(len(chain), len(path))]
         adopted = list(self.cache.adopt(chain))
+        self.num_calls += 1
+        self.adopted.update(dict.fromkeys(chain, self.num_calls))
         request = Request(names[: len(chain)], adopted)
         self.running.append(request)
         self.demoted -= set(chain)
@@ -170,10 +209,7 @@ class CacheHistory(RuleBasedStateMachine):
             self.end(request)
             return None
         allocated = self.cache.allocate(needed)
-        evicted = candidates[: max(0, needed - free)]
-        assert self.removed(is_evicted=True) == evicted
-        for name in evicted:
-            self.forget(name)
+        assert self.removed(is_evicted=True) == self.evict(max(0, needed - free))
         request.blocks += allocated
         request.names = names
         return request
@@ -259,52 +295,73 @@ class CacheHistory(RuleBasedStateMachine):
                 self.touch(name)
             elif not self.users(block):
                 if block in self.offered and name in self.published:
+                    self.num_calls += 1
+                    self.adopted[name] = self.num_calls
                     self.demoted.discard(name)
                     self.touch(name)
                 self.offered.discard(block)
 
-    @rule(target=sessions, request=requests, is_pinned=st.booleans())
-    def lease(self, request: Request, is_pinned: bool) -> Session:
-        return self.take_lease(request, is_pinned)
+    @rule(target=sessions, request=requests)
+    def lease(self, request: Request) -> Session:
+        return self.take_lease(request)
 
-    def take_lease(self, request: Request, is_pinned: bool) -> Session:
+    def take_lease(self, request: Request) -> Session:
         names = []
         for name in request.names:
             if name not in self.published:
                 break
             names.append(name)
-        lease = self.cache.lease(names, is_pinned=is_pinned)
-        session = Session(lease, names, is_pinned)
+        lease = self.cache.lease(names)
+        self.num_calls += 1
+        session = Session(lease, names, self.num_calls)
         self.open.append(session)
         for name in reversed(names):
             self.demoted.discard(name)
             self.touch(name)
         return session
 
+    def next_end(self) -> int:
+        """Later than all so far, so that no two sessions end at once."""
+        return max((s.until or 0 for s in self.open), default=0) + 1
+
+    @rule(session=sessions, is_soon=st.booleans())
+    def pin_one(self, session: Session, is_soon: bool) -> None:
+        ends = [s.until for s in self.open if s.until is not None]
+        self.pin(session, min(ends, default=0) - 1 if is_soon else self.next_end())
+
+    def pin(self, session: Session, until: int) -> None:
+        self.cache.pin(session.lease, float(until))
+        if session.is_over:
+            return
+        if session.until is None:
+            for name in reversed(session.names):
+                self.touch(name)
+        session.until = until
+        while len(self.pinned()) > MAX_PINNED:
+            self.yield_pins()
+
     @rule(session=sessions)
     def unpin(self, session: Session) -> None:
         self.cache.unpin(session.lease)
-        if session.is_over or not session.is_pinned:
-            return
-        session.is_pinned = False
-        for name in reversed(session.names):
-            self.touch(name)
+        if not session.is_over and session.until is not None:
+            self.drop_pins(session)
 
-    @rule(session=sessions, demotes=st.booleans())
-    def end_session(self, session: Session, demotes: bool) -> None:
-        (self.cache.lapse if demotes else self.cache.redeem)(session.lease)
+    @rule(session=sessions, how=st.sampled_from(("lapse", "redeem", "forget")))
+    def end_session(self, session: Session, how: str) -> None:
+        getattr(self.cache, how)(session.lease)
         if session.is_over:
             return
+        if session.until is not None:
+            self.drop_pins(session)
         session.is_over = True
         self.open.remove(session)
         for name in reversed(session.names):
-            if not demotes:
+            is_idle = not self.sessions_of(name) and not self.users(self.published[name])
+            if how == "redeem":
                 self.demoted.discard(name)
                 self.touch(name)
-            elif not self.sessions_of(name) and not self.users(self.published[name]):
+            elif how == "lapse" and is_idle and self.adopted.get(name, 0) <= session.began:
                 self.demoted.add(name)
-                self.touch(name)
-            elif session.is_pinned:
                 self.touch(name)
 
     @rule(path=st.sampled_from(PATHS), token=st.sampled_from("cccccab"))
@@ -327,6 +384,7 @@ class CacheHistory(RuleBasedStateMachine):
             assert name in self.cache
         taken = len(set(self.published.values()) | self.private_blocks())
         assert self.cache.num_available == NUM_BLOCKS - taken + len(self.unused())
+        assert self.cache.num_pinned == len(self.pinned()) <= MAX_PINNED
 
     def teardown(self) -> None:
         for request in list(self.running):
@@ -432,10 +490,10 @@ def test_blocks_of_lapsed_sessions_go_before_recency_speaks() -> None:
     for block, path in zip(blocks, ("old", "shared", "mine", "new"), strict=True):
         publish(cache, block, identity(path))
         cache.release((block,))
-    pinned = cache.lease([identity("shared"), identity("mine")])
-    other = cache.lease([identity("shared")], is_pinned=False)
-    assert cache.num_available == 2
-    cache.lapse(pinned)
+    leased = cache.lease([identity("shared"), identity("mine")])
+    other = cache.lease([identity("shared")])
+    cache.pin(leased, until=1.0)
+    cache.lapse(leased)
     events.clear()
     cache.allocate(2)
     assert [event.record.identity.hash for event in events] == [b"mine", b"old"]
@@ -443,6 +501,58 @@ def test_blocks_of_lapsed_sessions_go_before_recency_speaks() -> None:
     cache.lapse(other)
     cache.check_integrity()
     assert cache.num_available == 2
+
+
+def test_what_somebody_took_up_since_is_not_demoted_with_a_lease() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(2, events)
+    for path in ("head", "tail"):
+        (block,) = cache.allocate(1)
+        publish(cache, block, identity(path))
+        cache.release((block,))
+    lease = cache.lease([identity("head"), identity("tail")])
+    cache.pin(lease, until=1.0)
+    cache.release(cache.adopt([identity("head")]))
+    cache.lapse(lease)
+    events.clear()
+    cache.allocate(2)
+    assert [event.record.identity.hash for event in events] == [b"tail", b"head"]
+
+
+def test_pinned_blocks_go_last_and_those_first_whose_lease_ends_first() -> None:
+    events: list[CacheEvent] = []
+    cache = cache_of(4, events)
+    for path in ("late", "soon", "old", "new"):
+        (block,) = cache.allocate(1)
+        publish(cache, block, identity(path))
+        cache.release((block,))
+    late, soon = cache.lease([identity("late")]), cache.lease([identity("soon")])
+    cache.pin(late, until=2.0)
+    cache.pin(soon, until=1.0)
+    assert (cache.num_pinned, cache.num_available) == (2, 4)
+    events.clear()
+    cache.allocate(3)
+    assert [event.record.identity.hash for event in events] == [b"old", b"new", b"soon"]
+    assert soon.pinned_until is None
+    assert late.pinned_until == 2.0
+    assert cache.num_yielded == 1
+    cache.check_integrity()
+
+
+def test_leases_pin_no_more_than_their_share() -> None:
+    cache = BlockCache(BlockPool(4), WINDOW, 1, max_pinned=2)
+    leases = []
+    for number, path in enumerate("abc"):
+        (block,) = cache.allocate(1)
+        cache.acknowledge(cache.offer(block, record(identity(path))), 0)
+        cache.release((block,))
+        leases.append(cache.lease([identity(path)]))
+        cache.pin(leases[-1], until=float(-number))
+    assert [lease.pinned_until for lease in leases] == [0.0, -1.0, None]
+    cache.pin(leases[2], until=5.0)
+    assert [lease.pinned_until for lease in leases] == [0.0, None, 5.0]
+    assert cache.num_pinned == 2
+    cache.check_integrity()
 
 
 def test_withdrawn_blocks_are_found_no_more_and_freed_with_their_last_user() -> None:
@@ -453,6 +563,7 @@ def test_withdrawn_blocks_are_found_no_more_and_freed_with_their_last_user() -> 
         publish(cache, block, identity(path))
     cache.release(blocks[1:])
     lease = cache.lease([identity("a"), identity("b")])
+    cache.pin(lease, until=1.0)
     assert cache.withdraw(lambda r: r.weights == "w2") == 0
     assert cache.withdraw(lambda r: r.weights == "w1") == 2
     assert cache.num_available == 2
