@@ -23,11 +23,11 @@ from ray.serve import Application, Deployment
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from ripresa.cluster.client import Client, Completed, Text
 from ripresa.cluster.config import ClusterConfig, check_against_model, load_config
 from ripresa.cluster.controller import Controller
 from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
-from ripresa.cluster.gateway.client import Began, Client, Ended, Piece
 from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.progress import progress
@@ -279,20 +279,17 @@ def run_demo(config: ClusterConfig) -> None:
 
 def _stream_demo(address: str) -> None:
     click.echo(f"\n> {DEMO_PROMPT}")
-    sampling = {"max_tokens": DEMO_TOKENS, "temperature": 0.0}
-    began: Began | None = None
-    with Client(address) as client:
-        client.wait_until_connected(30)
-        for answer in client.generate(DEMO_PROMPT, sampling=sampling, timeout_s=120):
-            match answer:
-                case Began():
-                    began = answer
-                case Piece():
-                    click.echo(answer.text, nl=False)
-                case Ended() if began is not None:
+    with Client(address, connect_timeout_s=30, timeout_s=120) as client:
+        for event in client.generate(DEMO_PROMPT, max_tokens=DEMO_TOKENS, temperature=0.0):
+            match event:
+                case Text():
+                    click.echo(event.text, nl=False)
+                case Completed():
+                    usage = event.usage
+                    first_s = event.timings.time_to_first_token_s or 0.0
                     click.echo(
-                        f"\n\n{began.prompt_tokens} prompt tokens, {answer.completion_tokens} "
-                        f"generated, first one after {1000 * answer.time_to_first_token_s:.0f} ms"
+                        f"\n\n{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
+                        f"generated, first one after {1000 * first_s:.0f} ms"
                     )
 
 

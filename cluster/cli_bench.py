@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
-from ripresa.workers.errors import InvalidArgument, Unavailable
+from ripresa.workers.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ripresa.cluster.simulation.arrivals import Workload
@@ -152,7 +152,7 @@ def _replay(
 def _replay_live(
     workload: Workload, geometry: ReplayGeometry, address: str, counts: Mapping[str, int]
 ) -> None:
-    from ripresa.cluster.gateway.client import Began, Client, Ended
+    from ripresa.cluster.client import Client
     from ripresa.cluster.simulation.live_bench import Answered, replay_live
 
     with Client(address) as client:
@@ -160,11 +160,14 @@ def _replay_live(
             client.wait_until_connected(CONNECT_TIMEOUT_S)
 
         def ask(tokens: Sequence[int], max_tokens: int) -> Answered:
-            sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-            began, *_, ended = client.generate(tokens, sampling=sampling)
-            if not (isinstance(began, Began) and isinstance(ended, Ended)):
-                raise Unavailable("an answer came without its beginning or end")
-            return Answered(began.prompt_tokens, began.cached_tokens, ended.time_to_first_token_s)
+            stream = client.generate(
+                tokens, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+            )
+            completed = stream.answer().completed
+            assert completed is not None  # or `answer` would have raised
+            usage, timings = completed.usage, completed.timings
+            first_token_s = timings.time_to_first_token_s or 0.0
+            return Answered(usage.prompt_tokens, usage.cached_tokens, first_token_s)
 
         figures = replay_live(
             workload,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -16,7 +15,7 @@ from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.replay import TailVariant
 
 if TYPE_CHECKING:
-    from ripresa.cluster.gateway.client import Answer, Began, Ended
+    from ripresa.cluster.client import Event, Options, Started, Timings, Usage
 
 
 @click.command()
@@ -83,31 +82,27 @@ def generate(
       ripresa generate --token-ids 0,4,260,5 --top-p 0.95
       ripresa generate --prompt "Once upon a time" --record answer.json
     """
-    from ripresa.cluster.gateway.client import Client
-    from ripresa.cluster.gateway.recorder import Recorder
+    from ripresa.cluster.client import Client
+    from ripresa.cluster.gateway.recording import recording_of
 
-    given = {name: value for name, value in sampling.items() if value not in (None, ())}
+    given: Any = {name: value for name, value in sampling.items() if value not in (None, ())}
     given["stop_token_ids"] = given.pop("stop_token_id", ())
+    options: Options = {"model": model, "request_id": request_id}
+    if tail is not None:
+        options["tail"] = tail
     question = _read_prompt(prompt, prompt_file, token_ids)
     with Client(address) as client:
         with progress(f"connecting to {address}"):
             client.wait_until_connected(connect_timeout_s)
-        recorder = None if record is None else Recorder()
-        if recorder is not None and isinstance(question, str):
+        if record is not None and isinstance(question, str):
             question = list(client.tokenize(question))
-        answers = client.generate(
-            question,
-            sampling=given,
-            tail=None if tail is None else TailVariant(tail),
-            model=model,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            recorder=recorder,
-        )
-        with closing(answers):
-            _print(_telling_waits(answers), as_json)
-    if record is not None and recorder is not None:
-        recorder.recording().write(record)
+        with client.generate(
+            question, options=options, return_token_ids=True, timeout_s=timeout_s, **given
+        ) as stream:
+            _print(_telling_waits(stream), as_json)
+            answer = stream.answer()
+    if record is not None:
+        recording_of(stream.request, answer).write(record)
 
 
 def _read_prompt(
@@ -133,42 +128,56 @@ def _read_prompt(
         raise InvalidArgument("--token-ids", "must be numbers with commas between them") from error
 
 
-def _telling_waits(answers: Iterator[Answer]) -> Iterator[Answer]:
-    """The same answers; a long wait for the placement or the first token is told on stderr."""
+def _telling_waits(events: Iterator[Event]) -> Iterator[Event]:
+    """The same events; a long wait for the placement or the first token is told on stderr."""
     for what in ("waiting for a worker", "waiting for the first token"):
         with progress(what):
-            answer = next(answers, None)
-        if answer is None:
+            event = next(events, None)
+        if event is None:
             return
-        yield answer
-    yield from answers
+        yield event
+    yield from events
 
 
-def _print(answers: Iterator[Answer], as_json: bool) -> None:
-    from ripresa.cluster.gateway.client import Began, Ended, Piece
+def _print(events: Iterator[Event], as_json: bool) -> None:
+    from ripresa.cluster.client import Completed, Finished, Started, Text
 
-    began: Began | None = None
-    for answer in answers:
+    started: Started | None = None
+    reason = ""
+    for event in events:
         if as_json:
-            event = type(answer).__name__.lower()
-            click.echo(json.dumps({"event": event, **asdict(answer)}))
+            click.echo(_json(event))
             continue
-        match answer:
-            case Began():
-                began = answer
-            case Piece():
-                click.echo(answer.text, nl=False)
-            case Ended() if began is not None:
+        match event:
+            case Started():
+                started = event
+            case Text():
+                click.echo(event.text, nl=False)
+            case Finished():
+                reason = event.reason
+            case Completed() if started is not None:
                 click.echo()
-                click.echo(_summary(began, answer), err=True)
+                click.echo(_summary(started, reason, event.usage, event.timings), err=True)
 
 
-def _summary(began: Began, ended: Ended) -> str:
+def _json(event: Event) -> str:
+    """An event by its name, and what it says."""
+    from google.protobuf.json_format import MessageToDict
+
+    name = type(event).__name__.lower()
+    return json.dumps(
+        {"event": name, **asdict(event)},
+        default=lambda message: MessageToDict(message, preserving_proto_field_name=True),
+    )
+
+
+def _summary(started: Started, reason: str, usage: Usage, timings: Timings) -> str:
     parts = [
-        f"prompt {began.prompt_tokens} tokens ({began.cached_tokens} cached)",
-        f"answer {ended.completion_tokens} tokens ({ended.reason})",
-        f"first token after {1000 * ended.time_to_first_token_s:.0f} ms",
+        f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)",
+        f"answer {usage.completion_tokens} tokens ({reason})",
     ]
-    if ended.completion_tokens > 1 and ended.decode_s > 0:
-        parts.append(f"{(ended.completion_tokens - 1) / ended.decode_s:.0f} tokens/s")
-    return ", ".join([*parts, f"seed {began.seed}", f"worker {began.worker_id}"])
+    if timings.time_to_first_token_s is not None:
+        parts.append(f"first token after {1000 * timings.time_to_first_token_s:.0f} ms")
+    if usage.completion_tokens > 1 and timings.decode_s:
+        parts.append(f"{(usage.completion_tokens - 1) / timings.decode_s:.0f} tokens/s")
+    return ", ".join([*parts, f"seed {started.seed}", f"worker {started.worker_id}"])

@@ -77,6 +77,8 @@ class GrpcServer:
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                # Clients may look as often whether we are there, also through a long prefill.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ]
         )
         for descriptor in pb.DESCRIPTOR.services_by_name.values():

@@ -112,9 +112,12 @@ def test_generate_prints_json_events(gateway: GatewayThread) -> None:
         *("--max-tokens", "2", "--stop-token-id", "41", "--ignore-eos"),
     )
     events = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [event["event"] for event in events] == ["began", "piece", "piece", "ended"]
-    assert [event["token_ids"] for event in events[1:3]] == [[40], [41]]
-    assert events[-1]["reason"] == "stop"
+    names = ["started", "tokens", "text", "tokens", "finished", "completed"]
+    assert [event["event"] for event in events] == names
+    assert [event["token_ids"] for event in events if event["event"] == "tokens"] == [[40], [41]]
+    assert (events[-2]["reason"], events[-2]["stop_token_id"]) == ("stop", 41)
+    assert events[-1]["usage"]["completion_tokens"] == 2
+    assert events[-1]["build"]["weights_digest"] == "ab12"
     assert gateway.router.seen[0].token_ids == (0, 40, 9)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from served_cluster import ServedCluster, eventually, kill
 
-from ripresa.cluster.gateway.client import Client
-from ripresa.cluster.gateway.recorder import Recorder
+from ripresa.cluster.client import Client
+from ripresa.cluster.gateway.recording import recording_of
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import Numerics
 from ripresa.workers.demo.checkpoint import demo_checkpoint
@@ -26,11 +26,11 @@ def words(seed: str, count: int) -> tuple[int, ...]:
 
 
 def ask(cluster: ServedCluster, tokens: tuple[int, ...]) -> Recording:
-    recorder = Recorder()
-    with Client(cluster.address) as client:
-        sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
-        list(client.generate(tokens, sampling=sampling, recorder=recorder, timeout_s=120))
-    return recorder.recording()
+    with Client(cluster.address, timeout_s=120) as client:
+        stream = client.generate(
+            tokens, return_token_ids=True, max_tokens=6, temperature=0.0, ignore_eos=True
+        )
+        return recording_of(stream.request, stream.answer())
 
 
 def disk_stats(cluster: ServedCluster, field: str) -> int:

@@ -25,7 +25,7 @@ from served_cluster import (
 )
 
 from ripresa.cluster.app import GATEWAY
-from ripresa.cluster.gateway.client import Client, Piece
+from ripresa.cluster.client import Client
 from ripresa.cluster.gateway.recorder import recipe_of
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
@@ -255,15 +255,15 @@ def test_killed_gateway(
     # The client's policy waits for the gateway's successor.
     short = Question(question.token_ids[:40], max_tokens=3)
     with Client(split.address) as client:
-        answers = list(
-            client.generate(
-                short.token_ids,
-                sampling={"max_tokens": 3, "temperature": 0.0, "ignore_eos": True},
-                timeout_s=120,
-            )
-        )
-    pieces = tuple(t for a in answers if isinstance(a, Piece) for t in a.token_ids)
-    assert pieces == reference.answer(short)
+        answer = client.generate(
+            short.token_ids,
+            return_token_ids=True,
+            timeout_s=120,
+            max_tokens=3,
+            temperature=0.0,
+            ignore_eos=True,
+        ).answer()
+    assert answer.token_ids == reference.answer(short)
 
 
 def test_a_dead_worker_leaves_a_clear_refusal(split: ServedCluster, question: Question) -> None:

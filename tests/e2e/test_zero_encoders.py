@@ -8,7 +8,7 @@ from reference_engine import Question, ReferenceEngine
 from served_cluster import ServedCluster
 
 from ripresa.cluster.app import GATEWAY
-from ripresa.cluster.gateway.client import Client, Piece
+from ripresa.cluster.client import Client
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
 from ripresa.workers.address import WorkerKind
@@ -107,13 +107,13 @@ def test_one_gateway_killed_of_two(
     question = Question(agent_tokens[:30], max_tokens=3)
     for _ in range(4):
         with Client(without_encoders.address) as client:
-            answers = list(
-                client.generate(
-                    question.token_ids,
-                    sampling={"max_tokens": 3, "temperature": 0.0, "ignore_eos": True},
-                    timeout_s=120,
-                )
-            )
-        tokens = tuple(t for a in answers if isinstance(a, Piece) for t in a.token_ids)
-        assert tokens == reference.answer(question)
+            answer = client.generate(
+                question.token_ids,
+                return_token_ids=True,
+                timeout_s=120,
+                max_tokens=3,
+                temperature=0.0,
+                ignore_eos=True,
+            ).answer()
+        assert answer.token_ids == reference.answer(question)
     without_encoders.assert_idle()

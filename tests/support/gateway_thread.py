@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from in_process_router import InProcessRouter
 
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
@@ -30,7 +31,7 @@ class GatewayThread:
 
 @contextmanager
 def gateway_thread(
-    model: ServedModel, tokenizer: Tokenizer, port: int = 0
+    model: ServedModel, tokenizer: Tokenizer, port: int = 0, encoding: ChatEncoding | None = None
 ) -> Iterator[GatewayThread]:
     """Serve while the body runs; stop without grace afterwards."""
     started: Future[GatewayThread] = Future()
@@ -38,7 +39,7 @@ def gateway_thread(
 
     async def serve() -> None:
         router = InProcessRouter()
-        service = InferenceService(router, model, tokenizer, GatewayMetrics())
+        service = InferenceService(router, model, tokenizer, GatewayMetrics(), encoding=encoding)
         server = GrpcServer(service, host="127.0.0.1", port=port, drain_notice_s=0)
         try:
             await server.start()

@@ -7,8 +7,8 @@ from gateway_thread import GatewayThread
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripresa.cluster.gateway.client import Client
-from ripresa.cluster.gateway.recorder import Recorder, recipe_of
+from ripresa.cluster.client import Answer, Client
+from ripresa.cluster.gateway.recording import recipe_of, recording_of
 from ripresa.cluster.gateway.stream_facts import provenance
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
@@ -39,12 +39,11 @@ def test_a_provenance_tells_the_whole_recipe(recipe: Recipe, mode: ReplayMode) -
 
 
 def test_what_was_asked_is_recorded_as_it_was_used(gateway: GatewayThread) -> None:
-    recorder = Recorder()
     with Client(gateway.address) as client:
-        sampling = {"max_tokens": 2, "seed": 3, "top_k": 4, "stop_token_ids": [7]}
-        list(client.generate([0, 40, 9], sampling=sampling, recorder=recorder))
-        assert client.tokenize("hi") != ()
-    recording = recorder.recording()
+        stream = client.generate(
+            [0, 40, 9], return_token_ids=True, max_tokens=2, seed=3, top_k=4, stop_token_ids=[7]
+        )
+        recording = recording_of(stream.request, stream.answer())
     (seen,) = gateway.router.seen
     assert recording.token_ids == seen.token_ids == (0, 40, 9)
     assert recording.sampling == seen.sampling
@@ -54,11 +53,13 @@ def test_what_was_asked_is_recorded_as_it_was_used(gateway: GatewayThread) -> No
     assert (recording.reason, recording.stop_token_id) == (FinishReason.LENGTH, None)
 
 
-def test_a_text_or_half_an_answer_is_not_recorded(gateway: GatewayThread) -> None:
-    recorder = Recorder()
+def test_a_text_half_an_answer_or_several_are_not_recorded(gateway: GatewayThread) -> None:
     with Client(gateway.address) as client:
-        list(client.generate("hi", sampling={"max_tokens": 1}, recorder=recorder))
-    with pytest.raises(RipresaError, match="tokenize the text first"):
-        recorder.recording()
-    with pytest.raises(RipresaError, match="incomplete"):
-        Recorder().recording()
+        text = client.generate("hi", max_tokens=1)
+        with pytest.raises(RipresaError, match="tokenize the text first"):
+            recording_of(text.request, text.answer())
+        with pytest.raises(RipresaError, match="incomplete"):
+            recording_of(text.request, Answer())
+        pair = client.generate([40], max_tokens=1, n=2)
+        with pytest.raises(RipresaError, match="n = 1"):
+            recording_of(pair.request, pair.answer())
