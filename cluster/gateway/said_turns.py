@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
@@ -114,6 +114,7 @@ def splice(
     num_hashed = num_spliced = place = turn_number = 0
     open_turn: tuple[bytes, int] | None = None
     segments = prompt.segments
+    encoding.learn(_by_the_client(segments), salt)
     while place < len(segments):
         if not _is(segments[place], ASSISTANT):
             token_ids += encoding.encode(segments[place : place + 1], salt)
@@ -141,6 +142,16 @@ def splice(
 
 def _is(segment: Segment, spelling: str) -> bool:
     return segment.is_special and segment.text == spelling
+
+
+def _by_the_client(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """The pieces outside of earlier answers, which may stand as the model said them."""
+    is_answer = False
+    for segment in segments:
+        if segment.is_special:
+            is_answer = segment.text == ASSISTANT or (is_answer and segment.text != END_OF_SENTENCE)
+        if not is_answer:
+            yield segment
 
 
 def _after_turn(segments: Sequence[Segment], place: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
 MIN_CHARS = 200
@@ -31,7 +31,7 @@ class TextCache:
         self, text: str, salt: bytes, encode: Callable[[str], Sequence[int]]
     ) -> Sequence[int]:
         """The text's token ids, which `encode` gives."""
-        if len(text) < MIN_CHARS or len(text) > self._max_chars:
+        if not self._is_kept(text):
             return encode(text)
         key = (salt, text)
         with self._lock:
@@ -40,11 +40,31 @@ class TextCache:
                 self._ids.move_to_end(key)
                 return found
         ids = array("I", encode(text))
+        self._keep(key, ids)
+        return ids
+
+    def learn(
+        self,
+        texts: Iterable[str],
+        salt: bytes,
+        encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]],
+    ) -> None:
+        """Encode those texts together that would be kept and are not yet."""
+        with self._lock:
+            # A dict, since a text may come twice.
+            new = {t: None for t in texts if self._is_kept(t) and (salt, t) not in self._ids}
+        if new:
+            for text, ids in zip(new, encode_all(tuple(new)), strict=True):
+                self._keep((salt, text), array("I", ids))
+
+    def _is_kept(self, text: str) -> bool:
+        return MIN_CHARS <= len(text) <= self._max_chars
+
+    def _keep(self, key: tuple[bytes, str], ids: array[int]) -> None:
         with self._lock:
             if key not in self._ids:
                 self._ids[key] = ids
-                self._num_chars += len(text)
+                self._num_chars += len(key[1])
             while self._num_chars > self._max_chars:
                 (_, oldest), _ = self._ids.popitem(last=False)
                 self._num_chars -= len(oldest)
-        return ids

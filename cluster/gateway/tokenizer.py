@@ -57,9 +57,14 @@ class Tokenizer:
         return -(-len(text.encode()) // self._max_token_bytes)
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_all((text,))[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each text's ids; several texts are encoded side by side on the machine's cores."""
         with usable_tokenizer():
-            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+            # Unlike `encode`, it computes no offsets, which nobody asks for.
+            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [one.ids for one in encoded]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some ids, special tokens as their spelling, broken UTF-8 as U+FFFD.
