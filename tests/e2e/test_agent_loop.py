@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -155,8 +158,7 @@ def test_responses(scripted: ServedCluster, client: openai.OpenAI) -> None:
     scripted.assert_idle()
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_messages(scripted: ServedCluster, url: str, stream: bool) -> None:
+def test_messages(scripted: ServedCluster, url: str) -> None:
     tools: Any = [
         {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
         for f in FUNCTIONS
@@ -165,17 +167,9 @@ def test_messages(scripted: ServedCluster, url: str, stream: bool) -> None:
     names: list[str] = []
     with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
         while True:
-            question: Any = {
-                "model": MODEL,
-                "max_tokens": 300,
-                "messages": messages,
-                "tools": tools,
-            }
-            if stream:
-                with client.messages.stream(**question) as events:
-                    answer: Any = events.get_final_message()
-            else:
-                answer = client.messages.create(**question)
+            answer: Any = client.messages.create(
+                model=MODEL, max_tokens=300, messages=messages, tools=tools
+            )
             content = [block.model_dump(exclude_none=True) for block in answer.content]
             messages.append({"role": "assistant", "content": content})
             if answer.stop_reason != "tool_use":
@@ -191,6 +185,55 @@ def test_messages(scripted: ServedCluster, url: str, stream: bool) -> None:
             messages.append({"role": "user", "content": results})
     assert names == ["get_weather", "to_fahrenheit"]
     assert answer.content[-1].text == FINAL
+    scripted.assert_idle()
+
+
+HOW_TO = Path(__file__).parents[2] / "cluster" / "gateway" / "HOWTO.md"
+
+
+def how_to(address: str, http_address: str) -> dict[str, list[str]]:
+    """The code blocks of each section, with this cluster's addresses."""
+    text = HOW_TO.read_text()
+    text = text.replace("127.0.0.1:9000", address).replace("127.0.0.1:8000", http_address)
+    return {
+        section.partition("\n")[0]: re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        for section in text.split("\n## ")[1:]
+    }
+
+
+FIRST, *HOW_TOS = how_to("", "")
+
+
+def test_the_how_tos_begin_with_their_tools() -> None:
+    assert FIRST == "Two tools"
+    assert len(HOW_TOS) == 7
+
+
+@pytest.mark.parametrize("title", HOW_TOS)
+def test_a_how_to_runs(scripted: ServedCluster, title: str) -> None:
+    """Frameworks included: each block asks, has both tools called, and ends with the answer."""
+    blocks = how_to(scripted.address, scripted.cluster.http_address)
+    namespace: dict[str, Any] = {}
+    exec(blocks[FIRST][0], namespace)
+    called: list[tuple[str, Any]] = []
+
+    def recorded(function: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> str:
+            called.append((function.__name__, *args, *kwargs.values()))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in namespace["TOOLS"].items():
+        namespace[name] = namespace["TOOLS"][name] = recorded(function)
+    assert blocks[title]
+    for block in blocks[title]:
+        called.clear()
+        namespace.pop("final", None)
+        exec(block, namespace)
+        assert called == [("get_weather", "Oslo"), ("to_fahrenheit", -3)]
+        assert namespace["final"] == FINAL
     scripted.assert_idle()
 
 
