@@ -28,6 +28,7 @@ from ripresa.cluster.config import ClusterConfig, check_against_model, load_conf
 from ripresa.cluster.controller import Controller
 from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
+from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.progress import progress
@@ -67,6 +68,8 @@ def build_app(config: ClusterConfig) -> Application:
     folder = model_folder(config.model.path or "")
     with Checkpoint(folder):
         pass  # Its headers agree with its files, which need not wait for a worker's start.
+    if config.gateway.api_keys_file is not None:
+        KeyFile(Path(config.gateway.api_keys_file))  # It can be read, or nothing starts.
     controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
     link = directory_link(config, model.sliding_window)
     announcer = unheard if link is None else link.announcer
@@ -107,6 +110,7 @@ def build_app(config: ClusterConfig) -> Application:
         ),
         planner=config.planner,
         directory=link,
+        api_keys_file=gateway.api_keys_file,
     )
     return _deploy(Gateway, gateway.replicas, shutdown_s=gateway.drain_grace_s + 10).bind(
         start, controller, decoders, encoders

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ripresa.cluster.cli_admin import admin
 from ripresa.cluster.cli_bench import bench
 from ripresa.cluster.cli_checkpoint import checkpoint, doctor
 from ripresa.cluster.cli_explain import explain
@@ -155,6 +156,7 @@ def check_config(config: Path, assignments: tuple[str, ...]) -> None:
     click.echo(dump(_load(config, assignments)), nl=False)
 
 
+cli.add_command(admin)
 cli.add_command(bench)
 cli.add_command(generate)
 cli.add_command(explain)

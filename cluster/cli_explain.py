@@ -9,6 +9,7 @@ import urllib.request
 
 import click
 
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 
 TIMEOUT_S = 15.0
@@ -19,11 +20,13 @@ TIMEOUT_S = 15.0
 @click.option(
     "--http-address", default="127.0.0.1:8000", show_default=True, help="A gateway's HTTP address."
 )
-def explain(request_id: str, http_address: str) -> None:
+@with_api_key
+def explain(request_id: str, http_address: str, api_key: str) -> None:
     """Print how a request was placed: plan, reason, what lost, planned and real hit, recipe.
 
     Gateways remember their newest requests (`planner.log_plans`). The id is the one that the
-    client gave, or the one in `started`.
+    client gave, or the one in `started`. A server with API keys tells of the requests of your key's
+    tenant alone.
 
     \b
     Example:
@@ -32,8 +35,10 @@ def explain(request_id: str, http_address: str) -> None:
     """
     quoted = urllib.parse.quote(request_id, safe="")
     url = f"http://{http_address}/admin/plans/{quoted}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    asked = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
             document = json.load(response)
     except urllib.error.HTTPError as error:
         raise _refusal(error, request_id) from error
@@ -50,5 +55,7 @@ def _refusal(error: urllib.error.HTTPError, request_id: str) -> RipresaError:
         message = str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"the gateway answered {error.code} {error.reason}"
+    if error.code == 401:
+        return RipresaError(ErrorCode.UNAUTHENTICATED, message)
     code = ErrorCode.NOT_FOUND if error.code == 404 else ErrorCode.UNAVAILABLE
     return RipresaError(code, message, field="request_id")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.progress import progress
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.replay import TailVariant
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     help="Write the answer, and how it was computed, for `ripresa reproduce`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line and event.")
+@with_api_key
 def generate(
     address: str,
     prompt: str | None,
@@ -66,6 +68,7 @@ def generate(
     connect_timeout_s: float,
     record: Path | None,
     as_json: bool,
+    api_key: str,
     **sampling: object,
 ) -> None:
     """Ask a running cluster and stream the answer.
@@ -91,7 +94,7 @@ def generate(
     if tail is not None:
         options["tail"] = tail
     question = _read_prompt(prompt, prompt_file, token_ids)
-    with Client(address) as client:
+    with Client(address, api_key=api_key or None) as client:
         with progress(f"connecting to {address}"):
             client.wait_until_connected(connect_timeout_s)
         if record is not None and isinstance(question, str):

@@ -138,6 +138,8 @@ class GatewaySettings:
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds.
+        api_keys_file: which keys belong to which tenants, and what those may do; read again when
+            it changes. Null asks nobody for a key.
     """
 
     replicas: int = setting(1, at_least=1)
@@ -149,6 +151,7 @@ class GatewaySettings:
     max_running: int = setting(1024, at_least=1)
     max_said_tokens: int = setting(4_000_000, at_least=0)
     drain_grace_s: float = setting(60.0, at_least=0)
+    api_keys_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

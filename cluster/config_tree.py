@@ -107,6 +107,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         (hint,) = (member for member in hint.__args__ if member is not types.NoneType)
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type[Any], hint), value, path)
+    if typing.get_origin(hint) is tuple:  # tuple[X, ...]
+        if not isinstance(value, list):
+            raise ConfigError(path, f"must be a list, is {value!r}")
+        (member_hint, _) = typing.get_args(hint)
+        return tuple(_convert(member_hint, v, f"{path}[{i}]") for i, v in enumerate(value))
     if issubclass(hint, StrEnum):
         choices = [member.value for member in hint]
         if value not in choices:

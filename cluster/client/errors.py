@@ -86,12 +86,14 @@ class PreconditionError(CallError):
 class NotAuthenticatedError(CallError):
     """The API key is missing or wrong."""
 
+    code_of_kind = ErrorCode.UNAUTHENTICATED
     advice = "give the client an `api_key` that the cluster knows"
 
 
 class NotPermittedError(CallError):
     """The API key may not do this."""
 
+    code_of_kind = ErrorCode.PERMISSION_DENIED
     advice = "use a key that may, or ask who gave out the key"
 
 

@@ -74,7 +74,7 @@ class ChatReader:
         """
         check_options(options)
         check_ranges(asked, name)
-        prompt, spliced = self._encode(body, protocol, options)
+        prompt, spliced = self._encode(body, protocol, options, arrival.tenant)
         token_ids = spliced.token_ids
         sampling = check_sampling(asked, self.model, len(token_ids), name)
         sampling = _enforced(sampling, prompt, self.encoding)
@@ -82,19 +82,19 @@ class ChatReader:
         open_turn = spliced.open_turn if first.cache.writes else None
         return AskedChat(prompt, choices_of(first, asked.n), open_turn)
 
-    def encode(self, body: Json, protocol: Protocol) -> tuple[Prompt, tuple[int, ...]]:
+    def encode(self, body: Json, protocol: Protocol, tenant: str) -> tuple[Prompt, tuple[int, ...]]:
         """A request's prompt and its token ids, as they are for a client without a salt."""
-        prompt, spliced = self._encode(body, protocol, pb.RequestOptions())
+        prompt, spliced = self._encode(body, protocol, pb.RequestOptions(), tenant)
         return prompt, spliced.token_ids
 
     def _encode(
-        self, body: Json, protocol: Protocol, options: pb.RequestOptions
+        self, body: Json, protocol: Protocol, options: pb.RequestOptions, tenant: str
     ) -> tuple[Prompt, SplicedPrompt]:
         """A prompt that leaves room for an answer."""
         prompt = self.encoding.render(body, protocol)
         check_text_fits(prompt.text, self.model, self.tokenizer, "messages")
         said = None if options.cache_policy.disable_read else self.said
-        spliced = splice(self.encoding, prompt, said, tenant_salt(options.cache_salt))
+        spliced = splice(self.encoding, prompt, said, tenant_salt(tenant, options.cache_salt))
         check_length(len(spliced.token_ids), self.model, "messages")
         return prompt, spliced
 

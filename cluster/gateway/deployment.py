@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.cluster.directory.link import DirectoryLink
+from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
@@ -46,6 +47,7 @@ class GatewayStart:
         anchor_interval: A of mode canonical.
         planner: how routes are compared.
         directory: the way to the prefix directory; None if there is none.
+        api_keys_file: who the tenants are; None serves everybody.
     """
 
     model: ServedModel
@@ -63,6 +65,7 @@ class GatewayStart:
     anchor_interval: int
     planner: PlannerSettings
     directory: DirectoryLink | None
+    api_keys_file: str | None
 
 
 def _http() -> FastAPI:
@@ -121,7 +124,9 @@ class Gateway:
             max_running=start.max_running,
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
+            keys=None if start.api_keys_file is None else KeyFile(Path(start.api_keys_file)),
         )
+        await self.service.follow_keys()
         self._grpc = GrpcServer(
             self.service,
             host=start.grpc_host,
@@ -174,6 +179,7 @@ class Gateway:
 
     async def __del__(self) -> None:
         await self._grpc.stop(self._drain_grace_s)
+        await self.service.forget_keys()
         self.service.close()
         await self._view.stop()
 

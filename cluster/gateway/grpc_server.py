@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ripresa.cluster.gateway import status
+from ripresa.cluster.gateway.api_keys import api_key
 from ripresa.cluster.gateway.malformed import request_decoder
 from ripresa.cluster.gateway.service import Call, InferenceService
 from ripresa.protos import ripresa_pb2 as pb
@@ -32,6 +34,7 @@ HEALTH_NAMES = (health.OVERALL_HEALTH, INFERENCE.full_name)
 Context = grpc.aio.ServicerContext[Any, Any]
 Unary = Callable[[Any, Call], Awaitable[Message]]
 Streaming = Callable[[Any, Call], AsyncGenerator[Message]]
+Authenticate = Callable[[str | None], str]
 
 
 class GrpcServer:
@@ -176,11 +179,11 @@ def _service_handlers(
     handlers: dict[str, Any] = {}
     for method in descriptor.methods:
         if method.name in unary:
-            answer: Any = _unary_handler(unary[method.name])
+            answer: Any = _unary_handler(unary[method.name], service.authenticate)
         elif method.name in streaming:
-            answer = _streaming_handler(streaming[method.name])
+            answer = _streaming_handler(streaming[method.name], service.authenticate)
         else:
-            answer = _unimplemented_handler(method)
+            answer = _unimplemented_handler(method, service.authenticate)
         make = (
             grpc.unary_stream_rpc_method_handler
             if method.server_streaming
@@ -195,17 +198,24 @@ def _service_handlers(
     return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
 
 
-def _unary_handler(answer: Unary) -> Callable[[Message | RipresaError, Context], Any]:
+def _unary_handler(
+    answer: Unary, authenticate: Authenticate
+) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> Message:
-        async with _call(request, context) as call:
+        async with _call(request, context, authenticate) as call:
             return await answer(request, call)
 
     return handle
 
 
-def _streaming_handler(answer: Streaming) -> Callable[[Message | RipresaError, Context], Any]:
+def _streaming_handler(
+    answer: Streaming, authenticate: Authenticate
+) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
-        async with _call(request, context) as call, aclosing(answer(request, call)) as responses:
+        async with (
+            _call(request, context, authenticate) as call,
+            aclosing(answer(request, call)) as responses,
+        ):
             async for response in responses:
                 await context.write(response)
 
@@ -213,10 +223,10 @@ def _streaming_handler(answer: Streaming) -> Callable[[Message | RipresaError, C
 
 
 def _unimplemented_handler(
-    method: MethodDescriptor,
+    method: MethodDescriptor, authenticate: Authenticate
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
-        async with _call(request, context):
+        async with _call(request, context, authenticate):
             pass  # a request that no version could serve is refused as such
         await context.abort(
             grpc.StatusCode.UNIMPLEMENTED, f"{method.full_name} is not served by this version yet"
@@ -226,7 +236,9 @@ def _unimplemented_handler(
 
 
 @asynccontextmanager
-async def _call(request: Message | RipresaError, context: Context) -> AsyncGenerator[Call]:
+async def _call(
+    request: Message | RipresaError, context: Context, authenticate: Authenticate
+) -> AsyncGenerator[Call]:
     """Runs a call's body; whatever it raises becomes a status, logged where it is our fault.
 
     gRPC itself cancels the body when the client cancels or vanishes and when the deadline passes.
@@ -239,6 +251,7 @@ async def _call(request: Message | RipresaError, context: Context) -> AsyncGener
         own_id = request.options.request_id
     call = Call(own_id or uuid.uuid4().hex, deadline)
     try:
+        call = replace(call, tenant=authenticate(_api_key(context)))
         if isinstance(request, RipresaError):
             raise request
         yield call
@@ -250,6 +263,13 @@ async def _call(request: Message | RipresaError, context: Context) -> AsyncGener
         log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
         text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
         await status.abort(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+
+
+def _api_key(context: Context) -> str | None:
+    told: dict[str, str | None] = {}
+    for name, value in context.invocation_metadata() or ():
+        told[name] = value if isinstance(value, str) else None
+    return api_key(told.get("authorization"), told.get("x-api-key"))
 
 
 def _address(host: str, port: int) -> str:

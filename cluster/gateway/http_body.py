@@ -1,24 +1,36 @@
-"""What does every HTTP request bring: a bounded body, an id, and its place in the document?"""
+"""What does every HTTP request bring: a key, a bounded body, an id, a place in the document?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 
+from ripresa.cluster.gateway.api_keys import api_key
 from ripresa.cluster.gateway.http_fields import Schema, object_schema
-from ripresa.cluster.gateway.service import Call
+from ripresa.cluster.gateway.service import Call, InferenceService
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.workers.errors import ErrorCode
 
 REQUEST_ID = "x-request-id"
 
 
+def authenticated(service: Callable[[], InferenceService]) -> Any:
+    """A route's dependency: its requests have an owner, or are refused before they are read."""
+
+    def authenticate(request: Request) -> None:
+        headers = request.headers
+        key = api_key(headers.get("authorization"), headers.get("x-api-key"))
+        request.state.tenant = service().authenticate(key)
+
+    return Depends(authenticate)
+
+
 def call_of(request: Request) -> Call:
-    """The request's own id; `RequestIds` has checked or made it."""
+    """The request's own id, which `RequestIds` has checked or made, and its owner."""
     request_id: str = request.state.request_id
-    return Call(request_id)
+    return Call(request_id, tenant=request.state.tenant)
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:

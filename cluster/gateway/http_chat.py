@@ -191,7 +191,9 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
             check_model(body.get("model", ""), gateway.model, "model")
             conversation = conversation_of(body, Protocol.MESSAGES)
             conversation.setdefault("max_tokens", 1)
-            _, token_ids = gateway.chat_reader().encode(conversation, Protocol.MESSAGES)
+            _, token_ids = gateway.chat_reader().encode(
+                conversation, Protocol.MESSAGES, call.tenant
+            )
             return len(token_ids)
 
         return JSONResponse({"input_tokens": await gateway.off_loop(count, call)})

@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from ripresa.cluster.gateway.http_body import REQUEST_ID
+from ripresa.cluster.gateway.http_body import REQUEST_ID, authenticated, call_of
 from ripresa.cluster.gateway.http_chat import chat_routes
 from ripresa.cluster.gateway.http_completions import completion_routes
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import anthropic_error, http_error
-from ripresa.cluster.gateway.validation import check_request_id
+from ripresa.cluster.gateway.validation import check_request_id, scoped_id
 from ripresa.cluster.observability.metrics import CONTENT_TYPE
 from ripresa.cluster.version import VERSION
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
@@ -39,9 +39,9 @@ def http_app(
     """
     app = FastAPI(title="ripresa", version=VERSION, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIds)
-    app.include_router(chat_routes(service))
-    app.include_router(completion_routes(service))
-    app.include_router(token_routes(service))
+    authentication = [authenticated(service)]
+    for routes in (chat_routes, completion_routes, token_routes):
+        app.include_router(routes(service), dependencies=authentication)
 
     async def explain_here(request_id: str) -> list[str]:
         return service().explain(request_id)
@@ -64,10 +64,10 @@ def http_app(
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
-    @app.get("/admin/plans/{request_id:path}")
-    async def plan(request_id: str) -> dict[str, list[str]]:
-        """How a request was placed, and what of it came true."""
-        return {"lines": await explain(request_id)}
+    @app.get("/admin/plans/{request_id:path}", dependencies=authentication)
+    async def plan(request: Request, request_id: str) -> dict[str, list[str]]:
+        """How a request of the caller was placed, and what of it came true."""
+        return {"lines": await explain(scoped_id(call_of(request).tenant, request_id))}
 
     @app.get("/metrics")
     async def metrics() -> Response:

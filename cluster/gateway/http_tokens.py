@@ -55,7 +55,9 @@ def token_routes(service: Callable[[], InferenceService]) -> APIRouter:
                 check_text_fits(body["prompt"], gateway.model, gateway.tokenizer, "prompt")
                 return gateway.tokenizer.encode(body["prompt"])
             conversation = conversation_of(body, Protocol.CHAT_COMPLETIONS)
-            _, ids = gateway.chat_reader().encode(conversation, Protocol.CHAT_COMPLETIONS)
+            _, ids = gateway.chat_reader().encode(
+                conversation, Protocol.CHAT_COMPLETIONS, call.tenant
+            )
             return ids
 
         tokens = list(await gateway.off_loop(encode, call))

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from ripresa.cluster.gateway.quotas import Meter
 from ripresa.cluster.observability.metrics import GatewayMetrics, RequestState
 from ripresa.cluster.routing.event_stream import end_tasks
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, Router, RouterEvent
@@ -27,6 +28,7 @@ class Run:
         prompts: one for each choice.
         window: W, tokens in a block.
         transfer_backend: what moves state between workers, for the metrics.
+        meter: what the tenant is charged with; None where there are no tenants.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Run:
         metrics: GatewayMetrics,
         window: int,
         transfer_backend: str,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = meter
         self._router = router
         self._prompts = prompts
         self._window = window
@@ -129,12 +133,16 @@ class Run:
                 self._planned(choice, event, event.recipe)
             case Tokens():
                 record.delta(len(event.token_ids))
+                if self._meter is not None:
+                    self._meter.generated(len(event.token_ids))
             case Finished():
                 record.finished(event.reason, event.counters, backend=self._backends[choice])
 
     def _planned(self, choice: int, event: Placed | Planned, recipe: Recipe) -> None:
         num_from_peers = event.prefix.tokens_from_peers(recipe.start, self._window)
         self._records[choice].planned(recipe, num_from_peers, event.hit_error_tokens)
+        if self._meter is not None:
+            self._meter.planned(recipe.start)
 
 
 def _ended_early() -> RipresaError:

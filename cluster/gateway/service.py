@@ -13,12 +13,14 @@ from functools import partial
 from typing import Protocol as TypingProtocol
 from typing import TypeVar
 
+from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
 from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol
 from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
 from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
+from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import Run
 from ripresa.cluster.gateway.said_turns import SaidTurns
@@ -38,6 +40,7 @@ from ripresa.cluster.gateway.validation import (
     AskedText,
     check_request_id,
     read_generate,
+    scoped_id,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prompt import PromptRequest, Router
@@ -72,10 +75,17 @@ class Call:
     Attributes:
         request_id: the client's, or one that the server made.
         deadline: seconds since the epoch; None for none.
+        tenant: whose it is; empty where there are no tenants.
     """
 
     request_id: str
     deadline: float | None = None
+    tenant: str = ""
+
+    @property
+    def scoped_id(self) -> str:
+        """Its id behind the gateway."""
+        return scoped_id(self.tenant, self.request_id)
 
 
 class InferenceService:
@@ -92,6 +102,7 @@ class InferenceService:
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         transfer_backend: what moves state between workers, for the metrics.
         tokenizer_threads: most calls that tokenize at once; further ones queue.
+        keys: who the tenants are; None takes every request, of no tenant.
         clock: monotonic seconds.
     """
 
@@ -110,6 +121,7 @@ class InferenceService:
         max_running: int = 1024,
         transfer_backend: str = "gloo",
         tokenizer_threads: int = 2,
+        keys: KeyFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -128,14 +140,42 @@ class InferenceService:
         self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
         self._running: dict[str, int] = {}
         self._draining = False
+        self._keys = keys
+        self._quotas = None if keys is None else Quotas(keys.tenants, metrics, clock)
 
     @property
     def num_running(self) -> int:
         """Choices of running requests."""
         return sum(self._running.values())
 
+    def authenticate(self, key: str | None) -> str:
+        """The tenant of a call with this key; empty where there are no tenants.
+
+        Raises:
+            RequestError: UNAUTHENTICATED; the key is missing or nobody's.
+        """
+        if self._keys is None:
+            return ""
+        try:
+            return self._keys.authenticate(key)
+        except RequestError as error:
+            self.metrics.request_rejected(error.code)
+            raise
+
+    async def follow_keys(self) -> None:
+        """Take notice of changes of the key file, until `forget_keys`."""
+        if self._keys is not None and self._quotas is not None:
+            await self._keys.start(self._quotas.limit)
+
+    async def forget_keys(self) -> None:
+        if self._keys is not None:
+            await self._keys.stop()
+
     def explain(self, request_id: str) -> list[str]:
         """How a request was placed, in lines for a reader.
+
+        Args:
+            request_id: its `scoped_id`.
 
         Raises:
             RipresaError: NOT_FOUND; this gateway does not remember it.
@@ -222,7 +262,7 @@ class InferenceService:
 
     def arrival(self, call: Call) -> Arrival:
         """What a reader needs to know of a call."""
-        return Arrival(call.request_id, call.deadline, self._default_tail)
+        return Arrival(call.request_id, call.deadline, self._default_tail, call.tenant)
 
     def chat_reader(self) -> ChatReader:
         """Reads conversations.
@@ -261,17 +301,18 @@ class InferenceService:
         late_from = expiry(time.time(), call.deadline)
         try:
             asked = await self.off_loop(read, call)
-            self._admit(asked.prompts)
+            meter = self._admit(asked.prompts, call.tenant)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
         prompts = asked.prompts
-        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend)
+        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend, meter)
         try:
             facts = StreamFacts(
                 prompts,
                 self.model,
                 self.tokenizer,
+                request_id=call.request_id,
                 encoding=encoding,
                 clock=self._clock,
                 received=received,
@@ -284,13 +325,16 @@ class InferenceService:
             raise
         finally:
             del self._running[prompts[0].request_id]
+            if meter is not None:
+                meter.close()
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id", "name the request to end")
         check_request_id(request.request_id, "request_id")
         # It is the first choice's; the failure of one ends the others.
-        return pb.AbortResponse(found=await self._router.abort(request.request_id))
+        aborted = scoped_id(call.tenant, request.request_id)
+        return pb.AbortResponse(found=await self._router.abort(aborted))
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         check_model(request.model, self.model, "model")
@@ -304,7 +348,9 @@ class InferenceService:
         def encode() -> tuple[str, Sequence[int]]:
             if conversation is not None:
                 body = conversation_body(conversation, "conversation")
-                prompt, token_ids = self.chat_reader().encode(body, Protocol.CHAT_COMPLETIONS)
+                prompt, token_ids = self.chat_reader().encode(
+                    body, Protocol.CHAT_COMPLETIONS, call.tenant
+                )
                 return prompt.text, token_ids
             check_text_fits(request.text, self.model, self.tokenizer, "text")
             return request.text, self.tokenizer.encode(request.text)
@@ -362,7 +408,7 @@ class InferenceService:
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
 
-    def _admit(self, prompts: tuple[PromptRequest, ...]) -> None:
+    def _admit(self, prompts: tuple[PromptRequest, ...], tenant: str) -> Meter | None:
         request_id = prompts[0].request_id
         if request_id in self._running:
             raise RequestError(
@@ -379,7 +425,12 @@ class InferenceService:
                 "(gateway.max_running; each choice counts); try again",
                 retry_after_s=1.0,
             )
+        meter = None
+        if self._quotas is not None:
+            num_tokens = len(prompts[0].token_ids)
+            meter = self._quotas.admit(tenant, self.model.name, len(prompts), num_tokens)
         self._running[request_id] = len(prompts)
+        return meter
 
 
 def expiry(now: float, deadline: float | None) -> float:

@@ -7,6 +7,7 @@ and every text in it is cut to a bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,6 +30,8 @@ DOMAIN = "ripresa"
 MAX_MESSAGE_BYTES = 1000
 MAX_NAME_BYTES = 128
 MAX_METADATA_ENTRIES = 4
+MAX_PUSHBACK_S = 10.0
+"""After a longer time to wait, it is the client's user who decides whether to."""
 
 # Codes whose `field`, where they have one, is a part of the request.
 _FIELD_CODES = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.ALREADY_EXISTS)
@@ -67,6 +70,12 @@ STATUS: Mapping[ErrorCode, WireStatus] = MappingProxyType(
         ErrorCode.RESOURCE_EXHAUSTED: WireStatus(
             _G.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "QUEUE_FULL"
         ),
+        ErrorCode.UNAUTHENTICATED: WireStatus(
+            _G.UNAUTHENTICATED, 401, "authentication_error", "BAD_KEY"
+        ),
+        ErrorCode.PERMISSION_DENIED: WireStatus(
+            _G.PERMISSION_DENIED, 403, "permission_error", "TENANT_FORBIDDEN"
+        ),
         ErrorCode.UNAVAILABLE: WireStatus(_G.UNAVAILABLE, 503, "overloaded_error", "UNAVAILABLE"),
         ErrorCode.DEADLINE_EXCEEDED: WireStatus(
             _G.DEADLINE_EXCEEDED, 504, "timeout_error", "DEADLINE_EXCEEDED"
@@ -85,6 +94,7 @@ class RequestError(RipresaError):
         reason: `ErrorInfo.reason`, in UPPER_SNAKE_CASE.
         metadata: `ErrorInfo.metadata`: at most `MAX_METADATA_ENTRIES` numbers that a client may
             act on.
+        quota_subject: whose quota is used up; None where it is no quota.
     """
 
     def __init__(
@@ -96,12 +106,14 @@ class RequestError(RipresaError):
         field: str | None = None,
         retry_after_s: float | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
+        quota_subject: str | None = None,
     ) -> None:
         if len(metadata) > MAX_METADATA_ENTRIES:
             raise ValueError(f"a status has room for {MAX_METADATA_ENTRIES} metadata entries")
         super().__init__(code, message, field=field, retry_after_s=retry_after_s)
         self.reason = reason
         self.metadata = metadata
+        self.quota_subject = quota_subject
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a RequestError stays in the gateway process")
@@ -123,6 +135,11 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
             field=shorten(error.field, MAX_NAME_BYTES), description=shorten(error.message)
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, RequestError) and error.quota_subject is not None:
+        quota = error_details_pb2.QuotaFailure.Violation(
+            subject=shorten(error.quota_subject, MAX_NAME_BYTES), description=shorten(error.message)
+        )
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     if error.retry_after_s is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
@@ -140,10 +157,12 @@ async def abort(
     """End a call with the error's status and details; gRPC does so by raising.
 
     The retry hint is also given in gRPC's own terms, so that a client's retry policy, which sees
-    codes alone, neither repeats a request that was aborted nor comes back too early.
+    codes alone, neither repeats a request that was aborted nor comes back too early, nor waits
+    for minutes without a word.
     """
     status = rpc_status.to_status(to_rpc_status(error, request_id))
-    pushback_ms = -1 if error.retry_after_s is None else round(1000 * error.retry_after_s)
+    pause_s = error.retry_after_s
+    pushback_ms = -1 if pause_s is None or pause_s > MAX_PUSHBACK_S else round(1000 * pause_s)
     pushback = (("grpc-retry-pushback-ms", str(pushback_ms)),)
     await context.abort(status.code, status.details, (*status.trailing_metadata, *pushback))
 
@@ -153,8 +172,10 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict
     wire = STATUS[error.code]
     reason = error.reason if isinstance(error, RequestError) else wire.reason
     headers = {}
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     body: dict[str, object] = {
         "message": shorten(str(error)),
         "type": wire.http_type,
@@ -167,6 +188,8 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict
 _ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
     {
         400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         409: "invalid_request_error",
         429: "rate_limit_error",

@@ -47,6 +47,7 @@ class StreamFacts:
 
     Args:
         prompts: one for each choice.
+        request_id: as the client knows it.
         encoding: how the prompt was rendered; empty for a prompt as it was given.
         clock: monotonic seconds.
         received: when the request arrived, on that clock.
@@ -58,11 +59,13 @@ class StreamFacts:
         model: ServedModel,
         tokenizer: Tokenizer,
         *,
+        request_id: str,
         encoding: str = "",
         clock: Callable[[], float],
         received: float,
     ) -> None:
         self._prompt = prompts[0]
+        self._request_id = request_id
         self._model = model
         self._tokenizer = tokenizer
         self._encoding = encoding
@@ -103,7 +106,7 @@ class StreamFacts:
         now = Timestamp()
         now.GetCurrentTime()
         return pb.Started(
-            request_id=self._prompt.request_id,
+            request_id=self._request_id,
             model=self._model.name,
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=recipe.start,

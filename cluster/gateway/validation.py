@@ -54,11 +54,13 @@ class Arrival:
         request_id: the client's, or one that the server made.
         deadline: seconds since the epoch; None for none.
         default_tail: tail variant of requests that name none.
+        tenant: whose it is; empty where there are no tenants.
     """
 
     request_id: str
     deadline: float | None
     default_tail: TailVariant
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,13 @@ def prompt_request(
     Raises InvalidArgument for a tail variant that is not supported.
     """
     return PromptRequest(
-        request_id=arrival.request_id,
+        request_id=scoped_id(arrival.tenant, arrival.request_id),
         token_ids=token_ids,
         sampling=sampling,
         tail=_read_tail(options.cache_policy, arrival.default_tail),
         deadline=arrival.deadline,
         cache=_read_cache_use(options),
-        tenant_salt=tenant_salt(options.cache_salt),
+        tenant_salt=tenant_salt(arrival.tenant, options.cache_salt),
         session_id=options.session_id or None,
     )
 
@@ -138,11 +140,25 @@ def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
     )
 
 
-def tenant_salt(cache_salt: str) -> bytes:
-    """What keeps a client's cached state apart; nothing for no salt."""
-    if not cache_salt:
-        return b""
-    return blake2b(cache_salt.encode(), digest_size=16, person=b"ripresa.salt").digest()
+def tenant_salt(tenant: str, cache_salt: str) -> bytes:
+    """What keeps cached state apart: 16 bytes for a tenant, 16 more for his client's own salt.
+
+    Nothing where there is neither.
+    """
+    salt = b""
+    if tenant:
+        salt = blake2b(tenant.encode(), digest_size=16, person=b"ripresa.owner").digest()
+    if cache_salt:
+        salt += blake2b(cache_salt.encode(), digest_size=16, person=b"ripresa.salt").digest()
+    return salt
+
+
+def scoped_id(tenant: str, request_id: str) -> str:
+    """How a request is called behind the gateway: tenants cannot meet each other's ids.
+
+    The space is in no id that a client can send, and in no tenant's name.
+    """
+    return f"{tenant} {request_id}" if tenant else request_id
 
 
 def _read_input(

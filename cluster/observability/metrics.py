@@ -72,6 +72,22 @@ class HitError(StrEnum):
     UNKNOWN = "unknown"
 
 
+class BilledTokens(StrEnum):
+    """What a tenant's tokens were; cached ones cost nothing."""
+
+    COMPUTED = "computed"
+    CACHED = "cached"
+    GENERATED = "generated"
+
+
+class TenantRefusal(StrEnum):
+    """Which of a tenant's limits refused a request."""
+
+    RUNNING = "running"
+    TOKENS = "tokens"
+    MODEL = "model"
+
+
 class DiskOutcome(StrEnum):
     """Of blocks that a worker asked its disk tier for, or offered to it; names of `StoreStats`."""
 
@@ -115,7 +131,8 @@ class Series:
         kind: the Prometheus type.
         documentation: what is counted or measured, with its unit.
         labels: label name -> values known in advance; these exist, at zero, from the start. An
-            empty tuple means that the values come from the configuration.
+            empty tuple means that the values come from the configuration, as all of the series
+            with it do.
         buckets: upper bounds of a histogram in seconds.
     """
 
@@ -252,6 +269,24 @@ PEER_PULL_BYTES = Series(
     Kind.COUNTER,
     "Bytes of cached blocks and windows that workers pulled from each other, of all workers.",
 )
+TENANT_RUNNING = Series(
+    "ripresa_tenant_requests_running",
+    Kind.GAUGE,
+    "Choices under way, by tenant of the key file.",
+    labels=(("tenant", ()),),
+)
+TENANT_TOKENS = Series(
+    "ripresa_tenant_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens, computed or cached, and generated tokens, by tenant.",
+    labels=(("tenant", ()), ("kind", tuple(BilledTokens))),
+)
+TENANT_REFUSALS = Series(
+    "ripresa_tenant_refusals_total",
+    Kind.COUNTER,
+    "Requests refused by a limit of their tenant, by that limit.",
+    labels=(("tenant", ()), ("reason", tuple(TenantRefusal))),
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -275,6 +310,9 @@ SERIES = (
     DISK_USED_BYTES,
     PEER_PULLS,
     PEER_PULL_BYTES,
+    TENANT_RUNNING,
+    TENANT_TOKENS,
+    TENANT_REFUSALS,
 )
 
 
@@ -389,8 +427,8 @@ class GatewayMetrics:
             case Kind.COUNTER:
                 counter = Counter(series.name, series.documentation, names, registry=self.registry)
                 self._counters[series] = counter
-                for _, values in series.labels:
-                    for value in values:
+                if len(series.labels) == 1:
+                    for value in series.labels[0][1]:
                         counter.labels(value)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from in_process_router import InProcessRouter
 
+from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.served_model import ServedModel
@@ -31,7 +32,11 @@ class GatewayThread:
 
 @contextmanager
 def gateway_thread(
-    model: ServedModel, tokenizer: Tokenizer, port: int = 0, encoding: ChatEncoding | None = None
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    port: int = 0,
+    encoding: ChatEncoding | None = None,
+    keys: KeyFile | None = None,
 ) -> Iterator[GatewayThread]:
     """Serve while the body runs; stop without grace afterwards."""
     started: Future[GatewayThread] = Future()
@@ -39,7 +44,9 @@ def gateway_thread(
 
     async def serve() -> None:
         router = InProcessRouter()
-        service = InferenceService(router, model, tokenizer, GatewayMetrics(), encoding=encoding)
+        service = InferenceService(
+            router, model, tokenizer, GatewayMetrics(), encoding=encoding, keys=keys
+        )
         server = GrpcServer(service, host="127.0.0.1", port=port, drain_notice_s=0)
         try:
             await server.start()

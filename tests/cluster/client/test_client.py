@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from chat_support import calls_block, encode_output
@@ -21,6 +22,7 @@ from ripresa.cluster.client import (
     DeadlineError,
     Finished,
     InvalidRequestError,
+    NotAuthenticatedError,
     NotFoundError,
     OverloadedError,
     PreconditionError,
@@ -36,6 +38,7 @@ from ripresa.cluster.client import (
     tool_result,
     user,
 )
+from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.workers.errors import (
@@ -360,3 +363,25 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_server_that_asks_for_a_key(
+    model: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"tenants: {{red: {{keys: ['{key_digest('rk-red')}'], tokens_per_minute: 1}}}}")
+    with gateway_thread(model, tokenizer, keys=KeyFile(path)) as running:
+        with Client(running.address, api_key="rk-red") as client:
+            assert client.tokenize("hi")
+            assert client.generate("hi", max_tokens=1).answer().reason == "length"
+            # Minutes are not waited without a word.
+            with pytest.raises(OverloadedError) as limited:
+                client.generate("hi", max_tokens=1).answer()
+            assert limited.value.reason == "TENANT_QUOTA"
+            assert (limited.value.retry_after_s or 0) > 60
+        with Client(running.address) as client, pytest.raises(NotAuthenticatedError) as refused:
+            client.generate("hi", max_tokens=1).answer()
+        assert (refused.value.code, refused.value.reason) == (
+            ErrorCode.UNAUTHENTICATED,
+            "BAD_KEY",
+        )

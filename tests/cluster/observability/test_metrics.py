@@ -88,7 +88,7 @@ def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
     assert set(labels) == {
         *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason"),
-        *("outcome", "operation", "end"),
+        *("outcome", "operation", "end", "tenant"),
     }
     assert all(len(values) <= 16 for values in labels.values())
 
