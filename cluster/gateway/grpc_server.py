@@ -217,7 +217,10 @@ def _streaming_handler(
             aclosing(answer(request, call)) as responses,
         ):
             async for response in responses:
-                await context.write(response)
+                try:
+                    await context.write(response)
+                except grpc.aio.InternalError:
+                    return  # the client has just left, and gRPC has yet to cancel this call
 
     return handle
 

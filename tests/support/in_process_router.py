@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class InProcessRouter:
         refusals: raised instead of a placement, one a request, first to last.
         opened: set once a request has arrived.
         seen: prompts that arrived; open: requests that are not closed yet.
+        produced: how many tokens of each were taken.
     """
 
     script: tuple[int, ...] = (40, 41, 42, 43)
@@ -43,6 +45,7 @@ class InProcessRouter:
     encoder_id: str | None = "encoder-0"
     seen: list[PromptRequest] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
+    produced: Counter[str] = field(default_factory=Counter)
     aborted: set[str] = field(default_factory=set)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
     opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,6 +86,7 @@ class InProcessRouter:
                     break
             yield Tokens(num_prompt + done, ids, _logprobs(ids, sampling.logprobs))
             done += len(ids)
+            self.produced[prompt.request_id] += len(ids)
             if self.failure is not None:
                 raise self.failure
             await self.hold.wait()
