@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from ripresa.cluster.worker_registry import WorkerList, WorkerRegistry
-from ripresa.workers.report import WorkerReport
+from ripresa.cluster.worker_registry import SessionMoves, WorkerList, WorkerRegistry
+from ripresa.workers.report import SessionMove, WorkerReport
 
 
 class Controller:
@@ -17,9 +18,18 @@ class Controller:
 
     def __init__(self, lease_s: float) -> None:
         self._registry = WorkerRegistry(lease_s, time.monotonic())
+        self._moves = SessionMoves()
 
     async def report(self, report: WorkerReport) -> None:
         self._registry.report(report, time.monotonic())
 
     async def workers(self) -> WorkerList:
         return self._registry.workers(time.monotonic())
+
+    async def sessions_moved(self, moves: Sequence[SessionMove]) -> None:
+        """A worker that leaves has given these sessions away."""
+        self._moves.note(moves)
+
+    async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
+        """The last known move of a session."""
+        return self._moves.find(tenant_salt, session_id)

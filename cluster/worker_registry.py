@@ -1,10 +1,15 @@
-"""Which workers are there, and how busy? Reports with leases; plain Python without a clock."""
+"""Which workers are there, how busy, and what have those that left given to whom?
+
+Reports with leases; plain Python without a clock.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import SessionMove, WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,7 @@ class WorkerRegistry:
 
     def report(self, report: WorkerReport, now: float) -> None:
         """Take a registration or renewal at `now` (monotonic seconds)."""
-        if report.leaving:
-            self._leases.pop(report.worker_id, None)
-        else:
-            self._leases[report.worker_id] = _Lease(report, now + self._lease_s)
+        self._leases[report.worker_id] = _Lease(report, now + self._lease_s)
 
     def workers(self, now: float) -> WorkerList:
         """The workers whose leases hold at `now`."""
@@ -57,3 +59,26 @@ class WorkerRegistry:
             tuple(self._leases[key].report for key in sorted(self._leases)),
             is_complete=now - self._started_at >= self._lease_s,
         )
+
+
+class SessionMoves:
+    """The last move of each session away from a worker that left; the oldest are forgotten.
+
+    Args:
+        capacity: sessions that are remembered; forgetting one costs it a replay.
+    """
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._moves: OrderedDict[tuple[bytes, str], SessionMove] = OrderedDict()
+
+    def note(self, moves: Iterable[SessionMove]) -> None:
+        for move in moves:
+            key = (move.tenant_salt, move.session_id)
+            self._moves[key] = move
+            self._moves.move_to_end(key)
+        while len(self._moves) > self._capacity:
+            self._moves.popitem(last=False)
+
+    def find(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
+        return self._moves.get((tenant_salt, session_id))

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
 from ripresa.workers.config import EngineConfig
+from ripresa.workers.departure import Adopt, Departure, Tell
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
@@ -166,6 +168,14 @@ class DecodeEngine:
     def end_session(self, tenant_salt: bytes, session_id: str) -> None:
         """See `EngineCore.end_session`."""
         self._core.end_session(tenant_salt, session_id)
+
+    def departure(self, own: WorkerAddress, adopt: Adopt, tell: Tell) -> Departure:
+        """The engine's way out; see `Departure`."""
+        return Departure(self._core, own, adopt, tell)
+
+    async def adopt(self, request: GenerationRequest) -> bool:
+        """See `EngineCore.adopt`."""
+        return await self._core.adopt(request)
 
     @property
     def exchange(self) -> PrefixExchange:

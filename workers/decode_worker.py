@@ -12,9 +12,10 @@ from ray.serve.handle import DeploymentHandle
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
-from ripresa.workers.remote_worker import own_identity, report_to, require_target
+from ripresa.workers.remote_worker import own_identity, report_to, require_target, tell_moves_to
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
 from ripresa.workers.transfer.base import Accept, ControlMessage
@@ -41,9 +42,11 @@ class DecodeWorker:
         self._worker_id, self._node_id = own_identity()
         self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ALL)
+        own = WorkerAddress(self._worker_id, WorkerKind.DECODE)
+        others = RemotePeers()
         self._transfers = WorkerTransfers(
-            WorkerAddress(self._worker_id, WorkerKind.DECODE),
-            RemotePeers().resolve,
+            own,
+            others.resolve,
             start_transport(settings),
             settings.lanes,
         )
@@ -56,6 +59,8 @@ class DecodeWorker:
         )
         self._transfers.receive(self._engine.exchange, self._engine)
         self._announcer.advise(self._engine.advise)
+        tell = tell_moves_to(controller)
+        self._departure = self._engine.departure(own, others.adopt, tell)
         await self._announcer.start()
         await self._engine.start()
         self._heartbeat = Heartbeat(
@@ -92,6 +97,23 @@ class DecodeWorker:
         require_target(self._worker_id, worker_id)
         self._engine.end_session(tenant_salt, session_id)
 
+    async def adopt(self, request: GenerationRequest, *, worker_id: str) -> bool:
+        """See `EngineCore.adopt`."""
+        require_target(self._worker_id, worker_id)
+        return await self._engine.adopt(request)
+
+    async def drain(self, order: DrainOrder, *, worker_id: str) -> AsyncGenerator[DrainProgress]:
+        """See `Departure.drain`."""
+        require_target(self._worker_id, worker_id)
+        async with aclosing(self._departure.drain(order)) as told:
+            async for progress in told:
+                yield progress
+
+    async def stay(self, *, worker_id: str) -> None:
+        """See `Departure.stay`."""
+        require_target(self._worker_id, worker_id)
+        await self._departure.stay()
+
     async def report(self, *, worker_id: str) -> WorkerReport:
         """This worker's report, now."""
         require_target(self._worker_id, worker_id)
@@ -104,6 +126,7 @@ class DecodeWorker:
         self._transfers.check_integrity()
 
     async def __del__(self) -> None:
+        await self._departure.close()
         await self._heartbeat.stop()
         await self._announcer.stop()
         await self._engine.stop()
@@ -119,6 +142,7 @@ class DecodeWorker:
             num_parameters=self._runner.weights.num_parameters,
             stats=self._engine.stats(),
             layout_digest=layout.digest,
+            state=self._departure.state,
             capacity_tokens=self._runner.num_blocks * layout.window,
             block_bytes=layout.block_bytes,
             window_bytes=layout.window_bytes(layout.window, layout.split),

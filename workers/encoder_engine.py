@@ -20,6 +20,7 @@ import torch
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
 from ripresa.workers.config import EngineConfig
+from ripresa.workers.departure import Adopt, Departure, Tell
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import num_row_sections
@@ -188,6 +189,10 @@ class EncoderEngine:
     def exchange(self) -> PrefixExchange:
         """What the worker exchanges with its peers' caches."""
         return self._core.exchange
+
+    def departure(self, own: WorkerAddress, adopt: Adopt, tell: Tell) -> Departure:
+        """The engine's way out; see `Departure`. It parks no sessions."""
+        return Departure(self._core, own, adopt, tell)
 
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""

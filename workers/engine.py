@@ -26,6 +26,7 @@ from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PageLoan, PagePool
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, HeldKind, Tier, Unheard
+from ripresa.workers.cache.parked_states import ParkedSession
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import (
@@ -156,6 +157,7 @@ class EngineCore:
         self._by_id: dict[str, Job] = {}
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = "the engine was not started"
+        self._is_leaving = False
         self._rates = StepRates()
         self._num_encoder_rows = 0
         self._num_decoder_rows = 0
@@ -227,6 +229,8 @@ class EngineCore:
                 raise hold.error
             if self._refusal is not None:
                 raise Unavailable(self._refusal)
+            if self._is_leaving:
+                raise Unavailable("the worker is leaving; another one can serve the request")
             self._scheduler.check(request)
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise _deadline_exceeded()
@@ -375,6 +379,54 @@ class EngineCore:
         """The session is closed: its state is dropped, its blocks go first. Idempotent."""
         self._prefixes.leases.end_session(tenant_salt, session_id)
 
+    # -- leaving and joining; see `Leaving` ------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._by_id) + self.exchange.supply.num_holds
+
+    @property
+    def num_bytes_served(self) -> int:
+        return self.exchange.counters.sent_bytes
+
+    @property
+    def window(self) -> int:
+        return self._runner.window
+
+    def leave(self) -> None:
+        self._is_leaving = True
+
+    def stay(self) -> None:
+        self._is_leaving = False
+
+    async def emptied(self) -> None:
+        while self._by_id or self.exchange.supply.num_holds:
+            for job in tuple(self._by_id.values()):
+                await job.released.wait()
+            await self.exchange.supply.ended()
+
+    def fail_all(self, error: RipresaError) -> None:
+        for job in tuple(self._by_id.values()):
+            self.fail(job, error)
+        self.exchange.supply.abort_all(error)
+
+    def sessions(self) -> list[ParkedSession[torch.Tensor]]:
+        return self._prefixes.parked.sessions(self._clock())
+
+    async def adopt(self, request: GenerationRequest) -> bool:
+        """Bring what a turn of a session would go on from, without running it.
+
+        Whether the session can go on here.
+
+        Raises:
+            Unavailable: this worker stops or leaves itself.
+        """
+        await self._make_way(request)
+        prefix = self._prefixes.open(request)
+        num_blocks = self._scheduler.num_needed_blocks(request)
+        async with self.exchange.supply.bring(request, prefix, num_blocks):
+            return prefix.plan().parked is not None
+
     async def leader(self, name: str) -> Job | None:
         """The request of this id or claim, once it is admitted; None if it does not run here."""
         while True:
@@ -464,6 +516,7 @@ class EngineCore:
             pulls=self.exchange.counters,
             rates=self._rates.rates,
             disk=None if self._disk is None else self._disk.stats(),
+            num_sessions=len(self.sessions()),
             leases=LeaseCounters(
                 outcomes=tuple((str(k), n) for k, n in self._prefixes.leases.outcomes.items()),
                 num_pinned_blocks=self._prefixes.blocks.num_pinned,
@@ -688,9 +741,7 @@ class EngineCore:
     def _break(self, reason: str) -> None:
         """Run no further step; refuse and fail everything as UNAVAILABLE."""
         self._refusal = reason
-        for job in tuple(self._by_id.values()):
-            self.fail(job, Unavailable(reason))
-        self.exchange.supply.abort_all(Unavailable(reason))
+        self.fail_all(Unavailable(reason))
         self._wake.set()
 
     def _finish_claim(self, job: Job) -> None:

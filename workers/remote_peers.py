@@ -10,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.remote_worker import TARGET, direct, failures
+from ripresa.workers.request import GenerationRequest
 from ripresa.workers.transfer.base import Accept, ControlMessage, Peer
 
 DEPLOYMENTS = {WorkerKind.ENCODER: "EncoderWorker", WorkerKind.DECODE: "DecodeWorker"}
@@ -31,11 +32,21 @@ class RemotePeers:
 
     def resolve(self, address: WorkerAddress) -> Peer:
         """The way to a worker; whether it is there shows when it is used."""
-        handle = self._handles.get(address.kind)
+        return _RemotePeer(self._handle(address.kind), address)
+
+    async def adopt(self, address: WorkerAddress, request: GenerationRequest) -> bool:
+        """Have a decode worker take a session; see `Departure`."""
+        handle = self._handle(address.kind)
+        async with failures(f"{address.kind} worker {address.worker_id}"):
+            is_taken: bool = await handle.adopt.remote(request, **{TARGET: address.worker_id})
+            return is_taken
+
+    def _handle(self, kind: WorkerKind) -> DeploymentHandle[Any]:
+        handle = self._handles.get(kind)
         if handle is None:
-            named = serve.get_deployment_handle(DEPLOYMENTS[address.kind], self._app_name)
-            handle = self._handles[address.kind] = direct(named)
-        return _RemotePeer(handle, address)
+            named = serve.get_deployment_handle(DEPLOYMENTS[kind], self._app_name)
+            handle = self._handles[kind] = direct(named)
+        return handle
 
 
 class _RemotePeer:

@@ -8,7 +8,7 @@ once instead of waiting for a worker that will not come back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import SessionMove, WorkerReport
 
 TARGET = "worker_id"
 
@@ -77,6 +77,18 @@ def report_to(controller: DeploymentHandle[Any]) -> Callable[[WorkerReport], Awa
             await controller.report.remote(report)
 
     return send
+
+
+def tell_moves_to(
+    controller: DeploymentHandle[Any],
+) -> Callable[[Sequence[SessionMove]], Awaitable[None]]:
+    """Tells the controller where sessions are that a leaving worker gave away."""
+
+    async def tell(moves: Sequence[SessionMove]) -> None:
+        async with failures("the controller"):
+            await controller.sessions_moved.remote(moves)
+
+    return tell
 
 
 def own_identity() -> tuple[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import count
 
 from ripresa.workers.address import WorkerKind
@@ -13,6 +14,14 @@ from ripresa.workers.errors import RipresaError
 from ripresa.workers.request import EngineStats
 
 logger = logging.getLogger(__name__)
+
+
+class WorkerState(StrEnum):
+    """READY: it takes requests. DRAINING: it ends those it has. DRAINED: nothing is left on it."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class WorkerReport:
             block KV of one block, one encoder window, everything of a hand-over but whole blocks,
             a session's parked state.
         capacity_tokens: positions that its KV pool holds; None for a worker that does not say.
-        leaving: it takes no new work.
+        state: whether it takes new work.
         number: of this heartbeat among the worker's; 0 for a report that was asked for.
     """
 
@@ -46,8 +55,24 @@ class WorkerReport:
     hand_over_bytes: int = 0
     image_bytes: int = 0
     capacity_tokens: int | None = None
-    leaving: bool = False
+    state: WorkerState = WorkerState.READY
+
+    @property
+    def is_leaving(self) -> bool:
+        """It takes no new work; what it holds can still be pulled."""
+        return self.state is not WorkerState.READY
+
     number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMove:
+    """A session's state of `num_tokens` positions is parked on another worker now."""
+
+    tenant_salt: bytes
+    session_id: str
+    num_tokens: int
+    worker_id: str
 
 
 class Heartbeat:

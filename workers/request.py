@@ -305,6 +305,7 @@ class EngineStats:
         disk: what it did with the disk tier; None without one.
         pulls: what went to and came from peers' caches.
         leases: what is kept for sessions whose tools run.
+        num_sessions: sessions whose states are parked.
     """
 
     num_running: int
@@ -323,3 +324,4 @@ class EngineStats:
     disk: StoreStats | None = None
     pulls: PullCounters = field(default_factory=PullCounters)
     leases: LeaseCounters = field(default_factory=LeaseCounters)
+    num_sessions: int = 0

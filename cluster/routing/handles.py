@@ -15,11 +15,13 @@ from ripresa.cluster.worker_registry import WorkerList
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.remote_worker import TARGET, direct, failures
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import SessionMove, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest, WorkCounters
 
 logger = logging.getLogger(__name__)
 
+MOVE_TIMEOUT_S = 1.0
+"""Longest wait for where a session has moved; a turn without it computes more."""
 LOST_FOR_S = 10.0
 """A worker that a call found gone is not listed for this long; its lease lapses sooner."""
 
@@ -108,6 +110,17 @@ class RayWorkerView:
 
     def lost(self, worker_id: str) -> None:
         self._lost[worker_id] = time.monotonic() + LOST_FOR_S
+
+    async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
+        try:
+            async with asyncio.timeout(MOVE_TIMEOUT_S), failures("the controller"):
+                move: SessionMove | None = await self._controller.session_move.remote(
+                    tenant_salt, session_id
+                )
+            return move
+        except (RipresaError, TimeoutError) as error:
+            logger.warning("where a session has moved is not known: %s", error)
+            return None
 
     async def gone(self, worker_id: str) -> None:
         while worker_id in self._listed:

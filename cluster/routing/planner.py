@@ -110,7 +110,7 @@ def plan_route(
         InvalidArgument: the request fits no decode worker's KV pool.
         Unavailable: no decode worker is left, or no encoder if one is wanted.
     """
-    fit = [worker for worker in workers if query.fits(worker)]
+    fit = [worker for worker in workers if query.fits(worker) and not worker.is_leaving]
     alive = [worker for worker in fit if worker.worker_id not in query.avoid]
     decoders = [
         worker
@@ -120,6 +120,8 @@ def plan_route(
     encoders = [worker for worker in alive if worker.is_encoder]
     if not decoders:
         _check_some_pool_fits(query, workers)
+        if any(worker.is_leaving and not worker.is_encoder for worker in workers):
+            raise Unavailable("every decode worker is leaving; retry when others have joined")
         raise Unavailable("no decode worker is ready; retry, or check the cluster's status")
     if query.decoder is not None and not encoders:
         raise Unavailable("no encoder worker is left for the prompt")
@@ -162,6 +164,7 @@ class _Routes:
     def __post_init__(self) -> None:
         query = self.query
         everybody = (*self.decoders, *self.encoders)
+        leaving = (worker for worker in self.known.values() if worker.is_leaving)
         self._loads = {worker.worker_id: worker for worker in everybody}
         self._plans = {}
         window = query.geometry.window
@@ -177,7 +180,7 @@ class _Routes:
             query.mode,
             query.interval,
             None if query.recipe is None else query.recipe.restarts,
-            {worker.worker_id: worker.address for worker in everybody},
+            {worker.worker_id: worker.address for worker in (*everybody, *leaving)},
         )
 
     def candidates(self) -> list[Candidate]:
@@ -423,6 +426,8 @@ def _left_out(query: RouteQuery, workers: Sequence[WorkerLoad]) -> Iterator[str]
                 f"{worker.worker_id}: its KV pool holds {worker.capacity_tokens} tokens and the "
                 f"request may take {query.num_positions(worker)} ({pool}.num_blocks)"
             )
+        elif worker.is_leaving:
+            yield f"{worker.worker_id}: is leaving and takes nothing new"
         elif worker.worker_id in query.avoid:
             yield f"{worker.worker_id}: failed or refused this request before"
 

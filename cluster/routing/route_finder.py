@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ripresa.cluster.routing.execution import Execution
@@ -21,7 +21,7 @@ from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad, wor
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.errors import Unavailable
 from ripresa.workers.prefix_sources import PrefixOutcome
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import SessionMove, WorkerReport
 from ripresa.workers.request import Finished
 
 MAX_HASHED_ON_LOOP = 8192
@@ -48,6 +48,9 @@ class WorkerView(Protocol):
 
     def lost(self, worker_id: str) -> None:
         """A call found this worker gone; it is not listed again for a while."""
+
+    async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
+        """Where a worker that left has given a session's state; None if nobody knows of it."""
 
 
 @dataclass(slots=True)
@@ -156,7 +159,7 @@ class RouteFinder:
             prompt.tail,
             hints.lookup,
             hints.leader,
-            self._home(execution),
+            await self._home(execution),
             execution.recipe,
             avoid,
             max_total_tokens=execution.max_total_tokens,
@@ -281,9 +284,18 @@ class RouteFinder:
         else:
             await asyncio.to_thread(execution.hash, digest, self.window)
 
-    def _home(self, execution: Execution) -> SessionHome | None:
-        """Where the prompt's session was served last, if it may go on from there."""
+    async def _home(self, execution: Execution) -> SessionHome | None:
+        """Where the prompt's session can go on from its state, if it may."""
         prompt = execution.prompt
-        if not prompt.cache.resumes or not prompt.cache.reads:
+        if prompt.session_id is None or not prompt.cache.resumes or not prompt.cache.reads:
             return None
-        return self._homes.find(prompt.tenant_salt, prompt.session_id, execution.hashes)
+        home = self._homes.find(prompt.tenant_salt, prompt.session_id, execution.hashes)
+        if home is None or any(
+            worker.worker_id == home.worker_id and not worker.is_leaving
+            for worker in self._view.workers()
+        ):
+            return home
+        move = await self._view.session_move(prompt.tenant_salt, prompt.session_id)
+        if move is None or move.num_tokens != home.num_tokens:
+            return home
+        return replace(home, worker_id=move.worker_id)

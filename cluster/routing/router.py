@@ -108,7 +108,8 @@ class ClusterRouter:
         return self._routes.window
 
     async def ready(self) -> bool:
-        return any(w.kind is WorkerKind.DECODE for w in self._view.workers())
+        workers = self._view.workers()
+        return any(w.kind is WorkerKind.DECODE and not w.is_leaving for w in workers)
 
     def explain(self, request_id: str) -> list[str]:
         found = self.log.find(request_id)

@@ -62,6 +62,7 @@ class WorkerLoad:
         num_decoding: streams that take part in each of its steps.
         capacity_tokens: positions that its whole KV pool holds; None if it has not said so.
         row_s, decode_step_s: see `PlannerSettings`.
+        is_leaving: it takes no new requests; what it holds can be pulled.
     """
 
     address: WorkerAddress
@@ -72,6 +73,7 @@ class WorkerLoad:
     row_s: float = 2e-4
     decode_step_s: float = 0.02
     sizes: StateSizes = field(default_factory=StateSizes)
+    is_leaving: bool = False
 
     @property
     def worker_id(self) -> str:
@@ -148,4 +150,5 @@ def _worker_load(
         sizes=StateSizes(
             report.block_bytes, report.window_bytes, report.hand_over_bytes, report.image_bytes
         ),
+        is_leaving=report.is_leaving,
     )

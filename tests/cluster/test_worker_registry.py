@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ripresa.cluster.worker_registry import WorkerRegistry
 from ripresa.workers.address import WorkerKind
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import WorkerReport, WorkerState
 from ripresa.workers.request import EngineStats, WorkCounters
 
 STATS = EngineStats(0, 0, 8, 8, 0, WorkCounters(), 0, 0)
@@ -30,11 +30,13 @@ def test_a_lease_holds_from_the_last_report() -> None:
     assert listed(registry, 107.0) == []
 
 
-def test_a_leaving_worker_is_not_listed() -> None:
+def test_a_leaving_worker_stays_listed_as_such() -> None:
+    """Its streams go on, and what it holds can be pulled."""
     registry = WorkerRegistry(lease_s=5.0, started_at=0.0)
     registry.report(report("a"), now=0.0)
-    registry.report(replace(report("a"), leaving=True), now=1.0)
-    assert listed(registry, 1.0) == []
+    registry.report(replace(report("a"), state=WorkerState.DRAINING), now=1.0)
+    (worker,) = registry.workers(1.0).workers
+    assert worker.is_leaving
 
 
 def test_a_list_is_complete_one_lease_after_the_start() -> None:

@@ -21,13 +21,15 @@ from ripresa.cluster.routing.prefix_hints import PrefixHints
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
+from ripresa.cluster.worker_registry import SessionMoves
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.departure import Departure
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
 from ripresa.workers.replay import Recipe, ReplayMode
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import SessionMove, WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
     Finished,
@@ -126,6 +128,7 @@ class Worker:
     transfers: WorkerTransfers
     engine: DecodeEngine | EncoderEngine
     publisher: DirectoryPublisher
+    departure: Departure
 
 
 @dataclass
@@ -170,6 +173,7 @@ class RoutedCluster:
     Attributes:
         wasted: what the router says was computed in vain.
         busy: rows that workers say are queued, whatever they really have.
+        moves: of sessions, away from workers that left.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class RoutedCluster:
         settings: PlannerSettings,
     ) -> None:
         self.directory = LocalDirectory()
+        self.moves = SessionMoves()
         self.workers_by_id: dict[str, Worker] = {}
         self.dead: set[str] = set()
         self.busy: dict[str, int] = {}
@@ -223,7 +228,16 @@ class RoutedCluster:
             engine = DecodeEngine(name, machine, config, listener=publisher, peers=transfers.peers)
             transfers.receive(engine.exchange, engine)
         publisher.advise(engine.advise)
-        self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher)
+        departure = engine.departure(address, self._adopt, self._tell)
+        self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher, departure)
+
+    async def _adopt(self, address: WorkerAddress, request: GenerationRequest) -> bool:
+        engine = self._worker(address.worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        return await engine.adopt(request)
+
+    async def _tell(self, moves: Sequence[SessionMove]) -> None:
+        self.moves.note(moves)
 
     # -- what the router asks for ------------------------------------------------------------
 
@@ -241,6 +255,7 @@ class RoutedCluster:
                 100,
                 100,
                 100,
+                state=worker.departure.state,
             )
             for name, worker in self.workers_by_id.items()
             if name not in self.dead
@@ -257,6 +272,9 @@ class RoutedCluster:
 
     def lost(self, worker_id: str) -> None:
         return None
+
+    async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
+        return self.moves.find(tenant_salt, session_id)
 
     async def gone(self, worker_id: str) -> None:
         while worker_id not in self.dead:
@@ -341,6 +359,8 @@ class RoutedCluster:
             await worker.publisher.start()
 
     async def stop(self) -> None:
+        for worker in self.workers_by_id.values():
+            await worker.departure.close()
         living = [w for name, w in self.workers_by_id.items() if name not in self.dead]
         for worker in living:
             await worker.publisher.stop()

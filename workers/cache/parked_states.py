@@ -80,6 +80,15 @@ class Preempted:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class ParkedSession(Generic[P]):
+    """A session and its state."""
+
+    tenant_salt: bytes
+    session_id: str
+    state: ParkedState[P]
+
+
 class ParkedStates(Generic[P]):
     """The newest state of each session, and of each preempted request.
 
@@ -155,6 +164,14 @@ class ParkedStates(Generic[P]):
         if state is None or now >= state.expires or len(state.token_ids) != num_tokens:
             return None
         return state if token_digest(state.token_ids) == digest else None
+
+    def sessions(self, now: float) -> list[ParkedSession[P]]:
+        """Sessions whose states are in time, the latest first."""
+        return [
+            ParkedSession(salt, owner, state)
+            for (salt, owner), state in reversed(self._held.items())
+            if isinstance(owner, str) and now < state.expires
+        ]
 
     def give_way(self, tenant_salt: bytes, session_id: str) -> None:
         """The session goes on elsewhere, or may be over: its state makes room before all others."""

@@ -11,70 +11,20 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from hash_machine import REWIND, WINDOW, reference_stream
+from hash_machine import REWIND, WINDOW
 from hash_requests import prompt as tokens_of
-from routed_cluster import INTERVAL, Answered, RoutedCluster, routed_cluster
+from routed_cluster import INTERVAL, Answered, routed_cluster
+from routed_turns import WINDOWS, ask, check_tokens, turn
 from split_cluster import CONFIG, StepGate
 from told_index import Held, told_index
 
-from ripresa.cluster.routing.prompt import PromptRequest, Waste
+from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.cache.block_hash import hash_blocks, worker_context
-from ripresa.workers.config import WindowConfig, WindowPolicy
 from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
-from ripresa.workers.request import CacheUse, GenerationRequest, SamplingParams, Tokens
+from ripresa.workers.request import CacheUse, Tokens
 
 TOPOLOGIES = [(0, 1), (0, 3), (3, 3)]
-WINDOWS = replace(CONFIG, windows=WindowConfig(WindowPolicy.JUNCTION))
 NUM_TURNS = 20
-
-
-def ask(
-    token_ids: tuple[int, ...],
-    request_id: str,
-    *,
-    max_tokens: int = 4,
-    salt: bytes = b"",
-    session: str | None = None,
-    cache: CacheUse | None = None,
-) -> PromptRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5)
-    return PromptRequest(
-        request_id,
-        token_ids,
-        sampling,
-        TailVariant.FLOORED,
-        cache=cache or CacheUse(),
-        tenant_salt=salt,
-        session_id=session,
-    )
-
-
-def check_tokens(asked: PromptRequest, answered: Answered) -> None:
-    """The stream is what the reference gives for the recipe that the client was told."""
-    request = GenerationRequest(
-        asked.request_id,
-        0,
-        asked.token_ids,
-        len(asked.token_ids),
-        answered.recipe,
-        asked.sampling,
-        cache=asked.cache,
-        tail=asked.tail,
-    )
-    assert answered.tokens == reference_stream(request).tokens
-
-
-async def turn(cluster: RoutedCluster, asked: PromptRequest) -> Answered:
-    """One request alone: it computes exactly the rows of its plan, and streams what it should."""
-    before = cluster.rows()
-    answered = await cluster.ask(asked)
-    await cluster.told()
-    recipe, num_tokens = answered.recipe, len(asked.token_ids)
-    assert answered.finished.counters.encoder_rows == num_tokens - recipe.start
-    # Each generated token but the last passes the encoder half as well.
-    assert cluster.rows() - before == num_tokens - recipe.start + len(answered.tokens) - 1
-    check_tokens(asked, answered)
-    return answered
 
 
 def most_rows(new: int) -> int:

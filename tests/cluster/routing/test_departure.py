@@ -1,0 +1,212 @@
+"""Does a worker leave without a lost stream, a lost session or a row computed twice?"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from hash_requests import prompt as tokens_of
+from routed_cluster import Answered, RoutedCluster, routed_cluster
+from routed_turns import WINDOWS, ask, check_tokens, turn
+from split_cluster import StepGate
+
+from ripresa.cluster.routing.execution import Execution
+from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.departure import DrainOrder, DrainProgress
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.replay import PlanKind
+from ripresa.workers.report import WorkerState
+from ripresa.workers.request import Tokens
+
+
+def receivers(cluster: RoutedCluster, leaving: str) -> tuple[WorkerAddress, ...]:
+    return tuple(
+        worker.address
+        for name, worker in cluster.workers_by_id.items()
+        if name != leaving and worker.address.kind is WorkerKind.DECODE
+    )
+
+
+async def drain(
+    cluster: RoutedCluster, name: str, *, grace_s: float = 30.0, gives: bool = True
+) -> list[DrainProgress]:
+    order = DrainOrder(grace_s, receivers(cluster, name) if gives else ())
+    departure = cluster.workers_by_id[name].departure
+    told = [progress async for progress in departure.drain(order)]
+    await cluster.told()
+    return told
+
+
+async def loop(
+    cluster: RoutedCluster, num_turns: int, session: str
+) -> tuple[Answered, tuple[int, ...]]:
+    """A tool loop of so many turns; its last answer and the next turn's tokens."""
+    tokens = tokens_of(sum(session.encode()), 40)
+    for number in range(num_turns):
+        answered = await turn(cluster, ask(tokens, f"{session} {number}", session=session))
+        tokens += answered.tokens + tokens_of(300 + number, 5)
+    return answered, tokens
+
+
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_session_goes_on_elsewhere(gives: bool, dies: bool) -> None:
+    """With its state it computes only what is new; without, more, and says the same."""
+    async with routed_cluster(0, 3, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 3, "s")
+        home = last.placed.worker_id
+        told = await drain(cluster, home, gives=gives)
+        assert told[-1].state is WorkerState.DRAINED
+        assert (told[-1].num_running, told[-1].num_sessions) == (0, 0 if gives else 1)
+        assert (told[-1].num_bytes > 0) is gives
+        if dies:
+            await cluster.kill(home)
+            cluster.directory.lost(home, 1)
+        answered = await cluster.ask(ask(tokens, "next", session="s"))
+        await cluster.told()
+        assert answered.placed.worker_id != home
+        check_tokens(ask(tokens, "next", session="s"), answered)
+        new = 5 + 1  # the tools' answers, and the last token that was said
+        if gives:
+            assert answered.recipe.kind is PlanKind.RESUME
+            assert answered.recipe.start == len(tokens) - new
+        elif dies:
+            assert answered.recipe.start < len(tokens) - new
+
+
+async def test_many_sessions_are_spread_and_all_are_found() -> None:
+    async with routed_cluster(0, 3, config=WINDOWS, num_blocks=256) as cluster:
+        tokens = {}
+        # All on one worker: the others are busy meanwhile.
+        cluster.busy = {"d1": 10_000, "d2": 10_000}
+        for number in range(9):
+            last, tokens[f"s{number}"] = await loop(cluster, 1, f"s{number}")
+            assert last.placed.worker_id == "d0"
+        cluster.busy.clear()
+        told = await drain(cluster, "d0")
+        assert told[0].num_sessions == 9
+        assert [p.num_sessions for p in told] == sorted(p.num_sessions for p in told)[::-1]
+        assert told[-1].num_sessions == 0
+        homes = {cluster.moves.find(b"", session).worker_id for session in tokens}  # type: ignore[union-attr]
+        assert homes == {"d1", "d2"}
+        await cluster.kill("d0")
+        cluster.directory.lost("d0", 1)
+        for session, asked in tokens.items():
+            answered = await turn(cluster, ask(asked, f"{session} next", session=session))
+            assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def test_streams_end_where_they_are_and_nothing_new_comes() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        gate = StepGate(cluster.workers_by_id["d0"].machine, 3)
+        cluster.busy = {"d1": 10_000}
+        asked = ask(tokens_of(1, 20), "runs", max_tokens=9, session="s")
+        running = asyncio.create_task(cluster.ask(asked))
+        await gate.reached.wait()
+        cluster.busy.clear()
+        departure = cluster.workers_by_id["d0"].departure
+        async with aclosing(
+            departure.drain(DrainOrder(30.0, receivers(cluster, "d0")))
+        ) as draining:
+            told = [await anext(draining)]
+            assert told[0].num_running == 1
+            other = await cluster.ask(ask(tokens_of(2, 20), "new"))
+            assert other.placed.worker_id == "d1"
+            late = Execution(ask(tokens_of(3, 20), "late"), 0, "claim").next_request()
+            with pytest.raises(Unavailable, match="leaving"):
+                await anext(cluster.generate("d0", late, True))
+            gate.open()
+            answered = await running
+            assert answered.placed.worker_id == "d0"
+            check_tokens(asked, answered)
+            told += [progress async for progress in draining]
+        # What the stream left when it was over has moved too.
+        assert told[-1] == DrainProgress(WorkerState.DRAINED, 0, 0, told[-1].num_bytes)
+        assert cluster.moves.find(b"", "s") is not None
+
+
+async def test_after_the_grace_streams_go_on_elsewhere() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        cluster.busy = {"d1": 10_000}
+        asked = ask(tokens_of(1, 20), "runs", max_tokens=30)
+        events = Answered()
+        async with aclosing(cluster.router.generate(asked)) as stream:
+            async for event in stream:
+                events.events.append(event)
+                if isinstance(event, Tokens) and len(events.tokens) == 3:
+                    cluster.busy.clear()
+                    told = await drain(cluster, "d0", grace_s=0.0)
+                    assert told[-1].num_running == 0
+        check_tokens(asked, events)
+        assert len(events.tokens) == 30
+
+
+async def test_a_worker_comes_back() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+        await drain(cluster, home)
+        departure = cluster.workers_by_id[home].departure
+        await departure.stay()
+        assert departure.state is WorkerState.READY
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        # Both have the state; its own gateway knows the old home.
+        assert answered.placed.worker_id == home
+        assert answered.recipe.kind is PlanKind.RESUME
+        # A second time, what the other one has in an older state moves again.
+        told = await drain(cluster, home)
+        assert told[0].num_sessions == 1
+        assert told[-1].num_sessions == 0
+
+
+async def test_a_drain_that_is_called_off_says_so() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        gate = StepGate(cluster.workers_by_id["d0"].machine, 3)
+        cluster.busy = {"d1": 10_000}
+        running = asyncio.create_task(cluster.ask(ask(tokens_of(1, 20), "runs")))
+        await gate.reached.wait()
+        departure = cluster.workers_by_id["d0"].departure
+        order = DrainOrder(30.0, receivers(cluster, "d0"))
+        async with aclosing(departure.drain(order)) as told:
+            assert (await anext(told)).state is WorkerState.DRAINING
+        # Nobody listens: the drain goes on all the same.
+        assert departure.state is WorkerState.DRAINING
+        async with aclosing(departure.drain(order)) as told:
+            await anext(told)
+            await departure.stay()
+            with pytest.raises(Unavailable, match="called off"):
+                await anext(told)
+        gate.open()
+        await running
+
+
+async def test_nobody_left_to_take_requests() -> None:
+    async with routed_cluster(0, 1, config=WINDOWS) as cluster:
+        _, tokens = await loop(cluster, 1, "s")
+        told = await drain(cluster, "d0")
+        assert told[-1].state is WorkerState.DRAINED
+        assert told[-1].num_sessions == 1  # told truly: nobody took it
+        assert not await cluster.router.ready()
+        with pytest.raises(RipresaError, match="leaving") as refused:
+            await cluster.ask(ask(tokens, "next", session="s"))
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        await cluster.workers_by_id["d0"].departure.stay()
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def test_a_receiver_that_cannot_take_it_is_passed_over() -> None:
+    async with routed_cluster(0, 3, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+        dead, _ = (address.worker_id for address in receivers(cluster, home))
+        order = DrainOrder(30.0, receivers(cluster, home))
+        await cluster.kill(dead)
+        departure = cluster.workers_by_id[home].departure
+        told = [progress async for progress in departure.drain(order)]
+        await cluster.told()
+        assert told[-1].num_sessions == 0
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        assert answered.placed.worker_id not in (home, dead)
+        assert answered.recipe.kind is PlanKind.RESUME

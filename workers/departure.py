@@ -1,0 +1,280 @@
+"""How does a worker leave without losing anything? It ends what runs, and gives the rest away.
+
+    READY ── drain ──▶ DRAINING ── streams end, or go on elsewhere after the grace ──▶ DRAINED
+      ▲                    │          └ sessions' states and their blocks go to other workers
+      └────── stay ────────┴──────────────────────────────────────────────────────────────┘
+
+A session moves as if its next turn had come elsewhere: the receiver pulls state and blocks from
+here. This worker keeps its copies, so a drained worker still answers pulls until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ripresa.workers.address import WorkerAddress
+from ripresa.workers.cache.parked_states import ParkedSession
+from ripresa.workers.errors import RipresaError, Unavailable
+from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources
+from ripresa.workers.replay import ReplayMode, TailVariant
+from ripresa.workers.report import SessionMove, WorkerState
+from ripresa.workers.request import CacheUse, GenerationRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+NUM_MOVES_AT_ONCE = 4
+MOVE_TIMEOUT_S = 60.0
+"""Longest wait for one session's move; its pulls have shorter times of their own."""
+PROGRESS_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """How a worker is to leave.
+
+    Attributes:
+        grace_s: how long its streams may go on here.
+        receivers: who may take its sessions; empty to give nothing away.
+    """
+
+    grace_s: float
+    receivers: tuple[WorkerAddress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """How far it is.
+
+    Attributes:
+        num_running: requests that it still has.
+        num_sessions: sessions whose state is parked here and nowhere else.
+        num_bytes: sent to other workers since the drain began.
+    """
+
+    state: WorkerState
+    num_running: int
+    num_sessions: int
+    num_bytes: int
+
+
+class Leaving(Protocol):
+    """What an engine does for its departure."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it has, those included whose prefix is still brought."""
+
+    @property
+    def num_bytes_served(self) -> int:
+        """Bytes of cached state that it has sent to other workers so far."""
+
+    @property
+    def window(self) -> int:
+        """W, tokens in a block."""
+
+    def leave(self) -> None:
+        """Refuse new requests. Idempotent."""
+
+    def stay(self) -> None:
+        """Take new requests again. Idempotent."""
+
+    async def emptied(self) -> None:
+        """Return when it has no request."""
+
+    def fail_all(self, error: RipresaError) -> None:
+        """End every request with this error."""
+
+    def sessions(self) -> Sequence[ParkedSession[torch.Tensor]]:
+        """The sessions whose states are parked, the latest first."""
+
+
+Adopt = Callable[[WorkerAddress, GenerationRequest], Awaitable[bool]]
+"""Has a worker bring the state of a request's session, and its blocks, from the sources it names.
+
+Whether the session can go on there. Raises RipresaError: the worker is gone, or takes nothing.
+"""
+Tell = Callable[[Sequence[SessionMove]], Awaitable[None]]
+"""Tells gateways, by whatever way, where sessions are now. Raises RipresaError if it cannot."""
+
+
+class Departure:
+    """One worker's way out, and back. Used on the engine's event loop.
+
+    Args:
+        engine: what it leaves with.
+        own: this worker.
+        adopt: how another worker is asked to take a session.
+        tell: hears of the moves.
+    """
+
+    def __init__(self, engine: Leaving, own: WorkerAddress, adopt: Adopt, tell: Tell) -> None:
+        self._engine = engine
+        self._own = own
+        self._adopt = adopt
+        self._tell = tell
+        self._task: asyncio.Task[None] | None = None
+        self._order: DrainOrder | None = None
+        self._state = WorkerState.READY
+        self._moved: set[tuple[bytes, str, int]] = set()
+        self._bytes_before = 0
+        self._num_moves = 0
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    @property
+    def progress(self) -> DrainProgress:
+        return DrainProgress(
+            self._state,
+            self._engine.num_requests,
+            len(self._left()),
+            self._engine.num_bytes_served - self._bytes_before,
+        )
+
+    async def drain(self, order: DrainOrder) -> AsyncGenerator[DrainProgress]:
+        """Leave, and tell how far it is until it is done. Closing this does not call it off.
+
+        A second order replaces the first one's grace and receivers.
+
+        Raises:
+            Unavailable: the drain was called off.
+        """
+        self._begin(order)
+        told: DrainProgress | None = None
+        while True:
+            task = self._task
+            if task is None:
+                raise Unavailable("the drain was called off: the worker serves again")
+            now = self.progress
+            if now != told:
+                yield now
+                told = now
+            if now.state is WorkerState.DRAINED:
+                return
+            await asyncio.wait({task}, timeout=PROGRESS_INTERVAL_S)
+
+    async def stay(self) -> None:
+        """Serve again. Idempotent."""
+        await self._end_task()
+        self._engine.stay()
+        self._state = WorkerState.READY
+
+    async def close(self) -> None:
+        """The process ends."""
+        await self._end_task()
+
+    def _begin(self, order: DrainOrder) -> None:
+        if self._state is not WorkerState.READY and order == self._order:
+            return
+        if self._task is not None:
+            self._task.cancel()
+        if self._state is WorkerState.READY:
+            self._bytes_before = self._engine.num_bytes_served
+            self._moved.clear()
+        self._order = order
+        self._state = WorkerState.DRAINING
+        self._engine.leave()
+        self._task = asyncio.create_task(self._run(order), name="drain")
+
+    async def _end_task(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, order: DrainOrder) -> None:
+        try:
+            async with asyncio.timeout(order.grace_s):
+                await self._give_away(order.receivers)
+                await self._engine.emptied()
+        except TimeoutError:
+            logger.info("%d requests go on elsewhere", self._engine.num_requests)
+            self._engine.fail_all(
+                Unavailable("the worker is leaving; another one goes on with the request")
+            )
+            await self._engine.emptied()
+        # Those whose turns have ended meanwhile.
+        await self._give_away(order.receivers)
+        self._state = WorkerState.DRAINED
+
+    def _left(self) -> list[ParkedSession[torch.Tensor]]:
+        """Sessions that are parked here alone."""
+        return [session for session in self._engine.sessions() if _key(session) not in self._moved]
+
+    async def _give_away(self, receivers: Sequence[WorkerAddress]) -> None:
+        """Have the receivers take all sessions, in turns, a few at once."""
+        if not receivers:
+            return
+        left = iter(self._left())
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_MOVES_AT_ONCE):
+                group.create_task(self._give(left, receivers))
+
+    async def _give(
+        self, left: Iterable[ParkedSession[torch.Tensor]], receivers: Sequence[WorkerAddress]
+    ) -> None:
+        for session in left:
+            first = self._num_moves
+            self._num_moves += 1
+            for place in range(len(receivers)):
+                receiver = receivers[(first + place) % len(receivers)]
+                if await self._has_taken(receiver, session, first):
+                    self._moved.add(_key(session))
+                    await self._tell_move(receiver, session)
+                    break
+
+    async def _has_taken(
+        self, receiver: WorkerAddress, session: ParkedSession[torch.Tensor], number: int
+    ) -> bool:
+        request = self._request(session, number)
+        try:
+            async with asyncio.timeout(MOVE_TIMEOUT_S):
+                return await self._adopt(receiver, request)
+        except (RipresaError, TimeoutError) as error:
+            logger.warning("%s took no session: %s", receiver.worker_id, error)
+            return False
+
+    def _request(self, session: ParkedSession[torch.Tensor], number: int) -> GenerationRequest:
+        """A turn of the session that is never run: what it needs is what is to be brought."""
+        tokens, recipe, window = session.state.token_ids, session.state.recipe, self._engine.window
+        num_blocks = len(tokens) // window
+        blocks: tuple[BlockSource, ...] = ()
+        if num_blocks:
+            restarts = recipe.restarts_below(num_blocks * window)
+            blocks = (BlockSource(self._own, restarts, 0, num_blocks),)
+        mode = ReplayMode.EXACT if recipe.tail is TailVariant.EXACT else ReplayMode.BOUNDED
+        return GenerationRequest(
+            # No client's request has a space in its id.
+            request_id=f"move {number} of {self._own.worker_id}",
+            generation=0,
+            # A state is for a true prefix of a turn's tokens.
+            token_ids=(*tokens, tokens[-1]),
+            num_prompt_tokens=len(tokens) + 1,
+            recipe=None,
+            sampling=SamplingParams(max_tokens=1),
+            tail=recipe.tail,
+            cache=CacheUse(mode),
+            tenant_salt=session.tenant_salt,
+            session_id=session.session_id,
+            sources=PrefixSources(blocks, image=ImageSource(self._own, len(tokens))),
+        )
+
+    async def _tell_move(
+        self, receiver: WorkerAddress, session: ParkedSession[torch.Tensor]
+    ) -> None:
+        salt, session_id, num_tokens = _key(session)
+        try:
+            await self._tell([SessionMove(salt, session_id, num_tokens, receiver.worker_id)])
+        except RipresaError as error:
+            logger.warning("nobody heard where a session is now: %s", error)
+
+
+def _key(session: ParkedSession[torch.Tensor]) -> tuple[bytes, str, int]:
+    return session.tenant_salt, session.session_id, len(session.state.token_ids)
