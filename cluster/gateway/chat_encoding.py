@@ -30,6 +30,7 @@ from ripresa.workers.errors import CheckpointError, ErrorCode, InvalidArgument
 PROMPT_ENCODING = "deepseek-v41"
 
 END_OF_SENTENCE = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 END_OF_REASONING = "</think>"
 CALL_MARK = "｜DSML｜"
@@ -134,6 +135,7 @@ class ChatEncoding:
     Attributes:
         call_token_id: without it the model cannot open a tool call.
         end_of_reasoning_id: closes the reasoning.
+        user_id, end_id: open a message of the user's, and close an answer.
 
     Raises:
         CheckpointError: the tokenizer lacks a special token of the encoding.
@@ -157,7 +159,8 @@ class ChatEncoding:
         self._texts = TextCache()
         self.call_token_id = self._special_id(CALL_MARK)
         self.end_of_reasoning_id = self._special_id(END_OF_REASONING)
-        self._end_id = self._special_id(END_OF_SENTENCE)
+        self.user_id = self._special_id(USER)
+        self.end_id = self._special_id(END_OF_SENTENCE)
 
     def render(self, body: Json, protocol: Protocol = Protocol.CHAT_COMPLETIONS) -> Prompt:
         """The prompt of a request body; fields that are no part of the conversation are ignored.
@@ -254,7 +257,7 @@ class ChatEncoding:
         if prompt.echo is not None and protocol is Protocol.RESPONSES:
             generator = generator.with_echo(prompt.echo)
         processor = recipe.StreamProcessor(generator, options, self._decoder)
-        return AnswerParser(processor, self._end_id, protocol)
+        return AnswerParser(processor, self.end_id, protocol)
 
     def whole(self, protocol: Protocol, response_id: str, created: int) -> WholeAnswer:
         """Gathers the chunks of an answer into one response body."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol, Stage
+from ripresa.cluster.gateway.prefix_breaks import Outline, outline_of
 from ripresa.cluster.gateway.said_turns import OpenTurn, SaidTurns, SplicedPrompt, splice
 from ripresa.cluster.gateway.sampling import (
     AskedSampling,
@@ -34,11 +35,13 @@ class AskedChat:
         prompt: the rendered conversation.
         prompts: one for each choice.
         open_turn: what the answer will be kept by; None to keep none.
+        outline: what the next prompt of the conversation is compared with.
     """
 
     prompt: Prompt
     prompts: tuple[PromptRequest, ...]
     open_turn: OpenTurn | None
+    outline: Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,14 @@ class ChatReader:
         sampling = _enforced(sampling, prompt, self.encoding)
         first = prompt_request(options, token_ids, sampling, arrival)
         open_turn = spliced.open_turn if first.cache.writes else None
-        return AskedChat(prompt, choices_of(first, asked.n), open_turn)
+        encoding = self.encoding
+        outline = outline_of(
+            spliced,
+            user_id=encoding.user_id,
+            end_id=encoding.end_id,
+            end_of_reasoning_id=encoding.end_of_reasoning_id,
+        )
+        return AskedChat(prompt, choices_of(first, asked.n), open_turn, outline)
 
     def encode(self, body: Json, protocol: Protocol, tenant: str) -> tuple[Prompt, tuple[int, ...]]:
         """A request's prompt and its token ids, as they are for a client without a salt."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.sampling import AskedSampling
-from ripresa.cluster.gateway.validation import check_name
+from ripresa.cluster.gateway.validation import check_expectation, check_name
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
 
@@ -32,6 +32,7 @@ _CACHE: dict[str, Schema] = {
     "session_id": _STRING,
     "prompt_cache_key": _STRING,
     "priority": _INTEGER,
+    "expect_next_within": _NUMBER,
 }
 _SAMPLING: dict[str, Schema] = {
     "temperature": _NUMBER,
@@ -209,7 +210,7 @@ def sampling_of(body: Json) -> AskedSampling:
 
 
 def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
-    """The options of a body: cache salt and session hint.
+    """The options of a body: cache salt, session hint, and when it will go on.
 
     Raises InvalidArgument for one that a gRPC message could not hold.
     """
@@ -221,9 +222,13 @@ def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
         check_name(value, name)
     session = given["session_id"] or given["prompt_cache_key"] or given["x-session-id"]
     try:
-        return pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
+        options = pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
     except ValueError as error:
         raise InvalidArgument("session_id or cache_salt", "is no text") from error
+    if (seconds := body.get("expect_next_within")) is not None:
+        check_expectation(seconds, "expect_next_within")
+        options.expect_next_within.FromNanoseconds(round(seconds * 1e9))
+    return options
 
 
 def tells_usage(body: Json) -> bool:

@@ -1,13 +1,12 @@
-"""How is what the model says kept while it is told?"""
+"""Who hears what the model has said, when it has said it? Beside the stream's client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
 from ripresa.cluster.gateway.chat_encoding import Turn
-from ripresa.cluster.gateway.said_turns import OpenTurn, SaidTurns
 from ripresa.cluster.gateway.told_stream import Teller
 from ripresa.workers.request import Finished, Tokens
 
@@ -15,31 +14,31 @@ M = TypeVar("M")
 
 
 class KeepingTeller(Generic[M]):
-    """A `Teller` that keeps each answer which the model has ended itself.
+    """A `Teller` that passes on each answer which the model has ended itself.
 
     An answer that was cut, or ended by a stop string, is not what a client sends back.
 
     Args:
         teller: who tells the stream.
         answers: one for each choice, to be parsed beside the telling.
-        turn: the turn that the answers fill.
+        opening: token ids of the answer that are part of the prompt.
         eos_token_id: closes a turn.
+        keep: hears an answer's choice, what it says, and all its token ids.
     """
 
     def __init__(
         self,
         teller: Teller[M],
         answers: Sequence[ChatAnswer],
-        said: SaidTurns,
-        turn: OpenTurn,
+        opening: Sequence[int],
         eos_token_id: int | None,
+        keep: Callable[[int, Turn, Sequence[int]], None],
     ) -> None:
         self._teller = teller
         self._answers = answers
-        self._said = said
-        self._turn = turn
         self._eos_token_id = eos_token_id
-        self._token_ids: list[list[int]] = [list(turn.opening) for _ in answers]
+        self._keep = keep
+        self._token_ids: list[list[int]] = [list(opening) for _ in answers]
 
     def started(self) -> Sequence[M]:
         return self._teller.started()
@@ -60,6 +59,6 @@ class KeepingTeller(Generic[M]):
             answer = self._answers[choice]
             answer.finish(is_cut=False)
             calls = tuple((call.name, call.arguments) for call in answer.calls)
-            key = self._turn.key(Turn(answer.content, calls))
-            self._said.keep(key, [*self._token_ids[choice], finished.stop_token_id])
+            token_ids = [*self._token_ids[choice], finished.stop_token_id]
+            self._keep(choice, Turn(answer.content, calls), token_ids)
         return self._teller.finished(choice, finished)

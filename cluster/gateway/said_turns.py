@@ -75,15 +75,32 @@ class OpenTurn:
 
     Attributes:
         place: what was said before it, as a digest; differs by tenant.
+        mark: the header's second token.
         opening: its tokens behind the header that are part of the prompt.
     """
 
     place: bytes
+    mark: int
     opening: tuple[int, ...]
 
     def key(self, turn: Turn) -> bytes:
         """What the turn is found by, once it is known what it says."""
-        return _key(self.place, turn)
+        return _key(self.place, what_is_said(turn))
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTurn:
+    """An answer that is part of a prompt.
+
+    Attributes:
+        start: where its header's second token stands in the prompt.
+        what: see `what_is_said`.
+        has_calls: whether it calls tools.
+    """
+
+    start: int
+    what: bytes
+    has_calls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +109,13 @@ class SplicedPrompt:
 
     Attributes:
         num_spliced: earlier answers that stand as the model said them.
+        turns: all earlier answers.
         open_turn: None if the prompt goes on with a message of the client's.
     """
 
     token_ids: tuple[int, ...]
     num_spliced: int
+    turns: tuple[EarlierTurn, ...]
     open_turn: OpenTurn | None
 
 
@@ -111,7 +130,8 @@ def splice(
     """
     token_ids: list[int] = []
     digest = blake2b(digest_size=16, person=b"ripresa.turns", salt=b"", key=salt[:64])
-    num_hashed = num_spliced = place = turn_number = 0
+    num_hashed = num_spliced = place = 0
+    turns: list[EarlierTurn] = []
     open_turn: tuple[bytes, int] | None = None
     segments = prompt.segments
     encoding.learn(_by_the_client(segments), salt)
@@ -124,20 +144,22 @@ def splice(
         place += _NUM_HEADER_TOKENS
         digest.update(array("I", token_ids[num_hashed:]).tobytes())
         num_hashed = len(token_ids)
-        if turn_number == len(prompt.turns):
+        if len(turns) == len(prompt.turns):
             open_turn = digest.digest(), len(token_ids)
             continue
-        turn = prompt.turns[turn_number]
-        turn_number += 1
-        found = None if said is None else said.find(_key(digest.digest(), turn))
+        turn = prompt.turns[len(turns)]
+        what = what_is_said(turn)
+        turns.append(EarlierTurn(len(token_ids) - 1, what, bool(turn.calls)))
+        found = None if said is None else said.find(_key(digest.digest(), what))
         if found is not None:
             token_ids += found
             num_spliced += 1
             place = _after_turn(segments, place)
     opened = None
     if open_turn is not None:
-        opened = OpenTurn(open_turn[0], tuple(token_ids[open_turn[1] :]))
-    return SplicedPrompt(tuple(token_ids), num_spliced, opened)
+        start = open_turn[1]
+        opened = OpenTurn(open_turn[0], token_ids[start - 1], tuple(token_ids[start:]))
+    return SplicedPrompt(tuple(token_ids), num_spliced, tuple(turns), opened)
 
 
 def _is(segment: Segment, spelling: str) -> bool:
@@ -161,11 +183,16 @@ def _after_turn(segments: Sequence[Segment], place: int) -> int:
     return place + 1
 
 
-def _key(place: bytes, turn: Turn) -> bytes:
-    """What a turn says, however its client wrote that: reasoning is no part of it."""
+def what_is_said(turn: Turn) -> bytes:
+    """Digest of a turn's content and calls, however its client wrote them; not its reasoning."""
     calls = [[name, _canonical(arguments)] for name, arguments in turn.calls]
     told = json.dumps([turn.content.strip(), calls])
-    return blake2b(told.encode(), digest_size=16, key=place).digest()
+    return blake2b(told.encode(), digest_size=16).digest()
+
+
+def _key(place: bytes, what: bytes) -> bytes:
+    """What a turn is found by."""
+    return blake2b(what, digest_size=16, key=place).digest()
 
 
 def _canonical(arguments: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -15,15 +16,16 @@ from typing import TypeVar
 
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
-from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol
+from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol, Turn
 from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
 from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
+from ripresa.cluster.gateway.prefix_breaks import Conversations, turn_marks
 from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import Run
-from ripresa.cluster.gateway.said_turns import SaidTurns
+from ripresa.cluster.gateway.said_turns import SaidTurns, what_is_said
 from ripresa.cluster.gateway.sampling import asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
@@ -130,6 +132,7 @@ class InferenceService:
         self.metrics = metrics
         self._encoding = encoding
         self._said = SaidTurns(max_said_tokens)
+        self._conversations = Conversations(clock)
         self._window = window
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
@@ -254,11 +257,34 @@ class InferenceService:
         ]
 
     def keeping(self, teller: Teller[M], asked: AskedChat) -> Teller[M]:
-        """The teller, and what the model says is kept for the conversation's next turn."""
-        if asked.open_turn is None:
+        """The teller of a chat that begins, and what the conversation's next turn will need.
+
+        What the model says is kept, and workers hear of the tools that it calls.
+        """
+        first, outline, turn = asked.prompts[0], asked.outline, asked.open_turn
+        known = self._conversations.arrived(first.tenant_salt, first.session_id, outline)
+        self.metrics.continued(known.broken, known.gap_s)
+        if turn is None:
             return teller
-        answers, eos = self.answers(asked), self.model.eos_token_id
-        return KeepingTeller(teller, answers, self._said, asked.open_turn, eos)
+        end_of_reasoning_id = self.chat_reader().encoding.end_of_reasoning_id
+
+        def keep(choice: int, said: Turn, token_ids: Sequence[int]) -> None:
+            self._said.keep(turn.key(said), token_ids)
+            marks = turn_marks(
+                outline.last or b"",
+                array("I", [turn.mark, *token_ids]),
+                what_is_said(said),
+                bool(said.calls),
+                end_of_reasoning_id,
+            )
+            self._conversations.answered(known.conversation, marks)
+            if said.calls:
+                tools = dict.fromkeys(name for name, _ in said.calls)
+                self._router.called(asked.prompts[choice].request_id, tuple(tools))
+
+        return KeepingTeller(
+            teller, self.answers(asked), turn.opening, self.model.eos_token_id, keep
+        )
 
     def arrival(self, call: Call) -> Arrival:
         """What a reader needs to know of a call."""

@@ -45,6 +45,9 @@ TAILS = {
     pb.TAIL_VARIANT_EXACT: TailVariant.EXACT,
 }
 
+MAX_EXPECTED_S = 86_400
+"""Longest time that a client may expect to need until it goes on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -113,6 +116,7 @@ def prompt_request(
         cache=_read_cache_use(options),
         tenant_salt=tenant_salt(arrival.tenant, options.cache_salt),
         session_id=options.session_id or None,
+        expect_next_within_s=_read_expectation(options),
     )
 
 
@@ -128,6 +132,14 @@ def check_name(name: str, field: str) -> None:
     """Refuse the name of a session or a salt that is too long to be remembered."""
     if len(name) > MAX_NAME_CHARS:
         raise InvalidArgument(field, f"must have at most {MAX_NAME_CHARS} characters")
+
+
+def check_expectation(seconds: float, field: str) -> None:
+    """Refuse a time until the next request that is none."""
+    if not 0 < seconds <= MAX_EXPECTED_S:
+        raise InvalidArgument(
+            field, f"must be above 0 and at most {MAX_EXPECTED_S} seconds, is {seconds:g}"
+        )
 
 
 def _read_cache_use(options: pb.RequestOptions) -> CacheUse:
@@ -194,6 +206,15 @@ def check_options(options: pb.RequestOptions) -> None:
         "max_queue_time": options.HasField("max_queue_time"),
     }
     _refuse_unsupported("options", unsupported)
+    if (seconds := _read_expectation(options)) is not None:
+        check_expectation(seconds, "options.expect_next_within")
+
+
+def _read_expectation(options: pb.RequestOptions) -> float | None:
+    """Seconds after the answer within which the client expects to go on; None if not told."""
+    if not options.HasField("expect_next_within"):
+        return None
+    return options.expect_next_within.seconds + options.expect_next_within.nanos / 1e9
 
 
 def _read_tail(policy: pb.CachePolicy, default: TailVariant) -> TailVariant:

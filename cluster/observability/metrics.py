@@ -15,8 +15,14 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from ripresa.cluster.observability.worker_totals import DiskTotals, PullTotals, held_bytes
+from ripresa.cluster.observability.worker_totals import (
+    DiskTotals,
+    LeaseTotals,
+    PullTotals,
+    held_bytes,
+)
 from ripresa.cluster.routing.prompt import Waste
+from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.replay import PlanKind, Recipe
@@ -34,6 +40,7 @@ INTER_TOKEN_BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
 )
+GAP_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
 REQUEST_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
@@ -86,6 +93,21 @@ class TenantRefusal(StrEnum):
     RUNNING = "running"
     TOKENS = "tokens"
     MODEL = "model"
+
+
+class BreakReason(StrEnum):
+    """What of a conversation came back differently.
+
+    REASONING_MISSING: an answer without its reasoning, or with one in other tokens than the
+    model's. ARGS_RERENDERED: an answer whose calls were written anew. HEAD_CHANGED: tools, system
+    text, effort or thinking. HISTORY_EDITED: a message, or an answer's own text; or some are gone.
+    The first two are counted only where the model's own tokens could not stand in.
+    """
+
+    REASONING_MISSING = "reasoning_missing"
+    ARGS_RERENDERED = "args_rerendered"
+    HEAD_CHANGED = "head_changed"
+    HISTORY_EDITED = "history_edited"
 
 
 class DiskOutcome(StrEnum):
@@ -287,6 +309,29 @@ TENANT_REFUSALS = Series(
     "Requests refused by a limit of their tenant, by that limit.",
     labels=(("tenant", ()), ("reason", tuple(TenantRefusal))),
 )
+LEASES = Series(
+    "ripresa_lease_outcome_total",
+    Kind.COUNTER,
+    "Leases of sessions whose tools run, by what became of them, likewise of all workers.",
+    labels=(("outcome", tuple(LeaseOutcome)),),
+)
+LEASE_PINNED_BYTES = Series(
+    "ripresa_lease_pinned_bytes",
+    Kind.GAUGE,
+    "Bytes of block KV that leases keep from being evicted, of all workers.",
+)
+TOOL_GAP = Series(
+    "ripresa_tool_gap_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from an answer that calls tools to the next prompt of its conversation.",
+    buckets=GAP_BUCKETS_S,
+)
+PREFIX_BREAK = Series(
+    "ripresa_prefix_break_total",
+    Kind.COUNTER,
+    "Prompts that do not begin with their conversation's last prompt and answer, by why.",
+    labels=(("reason", tuple(BreakReason)),),
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -313,6 +358,10 @@ SERIES = (
     TENANT_RUNNING,
     TENANT_TOKENS,
     TENANT_REFUSALS,
+    LEASES,
+    LEASE_PINNED_BYTES,
+    TOOL_GAP,
+    PREFIX_BREAK,
 )
 
 
@@ -352,6 +401,7 @@ class GatewayMetrics:
         self._workers = workers
         self._disks = DiskTotals()
         self._pulls = PullTotals()
+        self._leases = LeaseTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
@@ -373,6 +423,18 @@ class GatewayMetrics:
         """Counts prompt tokens that were computed in vain."""
         self.counter(WASTED_TOKENS).labels(reason).inc(num_tokens)
 
+    def continued(self, broken: BreakReason | None, gap_s: float | None) -> None:
+        """Counts a prompt that continues a conversation.
+
+        Args:
+            broken: why it does not begin with what was said; None if it does.
+            gap_s: seconds since the last answer called tools; None if it did not.
+        """
+        if broken is not None:
+            self.counter(PREFIX_BREAK).labels(broken).inc()
+        if gap_s is not None:
+            self.histogram(TOOL_GAP).observe(gap_s)
+
     def counter(self, series: Series) -> Counter:
         """The counter behind a row of `SERIES`."""
         return self._counters[series]
@@ -389,6 +451,7 @@ class GatewayMetrics:
         """The current values in Prometheus's text format, to be served as `CONTENT_TYPE`."""
         self._count_disks()
         self._count_pulls()
+        self._count_leases()
         return generate_latest(self.registry)
 
     def _count_disks(self) -> None:
@@ -408,6 +471,14 @@ class GatewayMetrics:
         for end, count in ends.items():
             self.counter(PEER_PULLS).labels(end).inc(count)
         self.counter(PEER_PULL_BYTES).inc(num_bytes)
+
+    def _count_leases(self) -> None:
+        """Bring the series of the workers' leases up to date."""
+        reports = self._workers()
+        for outcome, count in self._leases.take(reports).items():
+            self.counter(LEASES).labels(outcome).inc(count)
+        pinned = sum(r.stats.leases.num_pinned_blocks * r.block_bytes for r in reports)
+        self.gauge(LEASE_PINNED_BYTES).set(pinned)
 
     def _register(self, series: Series) -> None:
         names = [name for name, _ in series.labels]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ripresa.workers.cache.block_store import StoreStats
+from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import PullCounters
@@ -53,6 +54,24 @@ class PullTotals:
             for end, count in now.ends:
                 ends[end] += max(0, count - known.get(end, 0))
         return ends, num_bytes
+
+
+class LeaseTotals:
+    """What became of the workers' leases, summed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, dict[str, int]] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> dict[str, int]:
+        """Leases by outcome that were added since the last call."""
+        added = dict.fromkeys(map(str, LeaseOutcome), 0)
+        for report in reports:
+            before = self._newest.get(report.worker_id, {})
+            now = dict(report.stats.leases.outcomes)
+            self._newest[report.worker_id] = now
+            for outcome, count in now.items():
+                added[outcome] += max(0, count - before.get(outcome, 0))
+        return added
 
 
 def held_bytes(reports: Iterable[WorkerReport]) -> int:

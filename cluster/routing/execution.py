@@ -125,6 +125,7 @@ class Execution:
             sources=sources or PrefixSources(),
             claim=self.claim if leads else None,
             max_chunk_rows=max_chunk_rows,
+            expect_next_within_s=prompt.expect_next_within_s,
         )
 
 

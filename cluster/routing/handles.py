@@ -78,6 +78,17 @@ class RayWorkerCalls:
             found: bool = await self._decoders.abort.remote(request_id, **{TARGET: worker_id})
             return found
 
+    async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
+        async with failures(f"decode worker {worker_id}"):
+            target = {TARGET: worker_id}
+            is_known: bool = await self._decoders.lease.remote(request_id, tools, **target)
+            return is_known
+
+    async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
+        async with failures(f"decode worker {worker_id}"):
+            target = {TARGET: worker_id}
+            await self._decoders.end_session.remote(tenant_salt, session_id, **target)
+
 
 class RayWorkerView:
     """The controller's list of workers, asked for regularly; implements `WorkerView`.

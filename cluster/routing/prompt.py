@@ -6,7 +6,7 @@ before a `PromptRequest` exists; the router places it, drives the workers and st
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -29,6 +29,8 @@ class PromptRequest:
         cache: what it may reuse, and leave for others.
         tenant_salt: requests with different ones share no cached state.
         session_id: the conversation that it goes on with; None for none.
+        expect_next_within_s: the client expects to go on within so many seconds after the answer;
+            None if it did not say so.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class PromptRequest:
     cache: CacheUse = field(default_factory=CacheUse)
     tenant_salt: bytes = b""
     session_id: str | None = None
+    expect_next_within_s: float | None = None
 
 
 class Waste(StrEnum):
@@ -107,6 +110,15 @@ class Router(Protocol):
 
     async def abort(self, request_id: str) -> bool:
         """End a running request, by whichever gateway it came. False: no such request runs."""
+
+    def called(self, request_id: str, tools: Sequence[str]) -> None:
+        """The answer of a finished request called these tools: its session will come back.
+
+        What it left is kept for that. Nothing if the request is not remembered.
+        """
+
+    async def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        """The session is closed: nothing of it needs to be kept. Idempotent."""
 
     def explain(self, request_id: str) -> list[str]:
         """How a request was placed, in lines for a reader.

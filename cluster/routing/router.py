@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from ripresa.cluster.routing.plan_log import explanation
 from ripresa.cluster.routing.prefix_hints import PrefixHints, new_claim
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.route_finder import Placement, RouteFinder, WorkerView
+from ripresa.cluster.routing.turn_leases import LeaseCalls, TurnLeases
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
@@ -53,7 +54,7 @@ MAX_LEADERS_LOST = 8
 """Leaders that one request waits for in vain before it computes by itself."""
 
 
-class WorkerCalls(Protocol):
+class WorkerCalls(LeaseCalls, Protocol):
     """The way to workers. Every failure is a RipresaError; a lost worker is UNAVAILABLE."""
 
     def generate(
@@ -81,6 +82,7 @@ class ClusterRouter:
 
     Attributes:
         log: the newest plans.
+        leases: tells workers what their turns led to.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ClusterRouter:
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
+        self.leases = TurnLeases(calls)
         self.log = self._routes.log
         self._generations: OrderedDict[str, int] = OrderedDict()
         self._running: dict[str, str] = {}
@@ -135,6 +138,13 @@ class ClusterRouter:
         if unknown:
             raise unknown[0]
         return False
+
+    def called(self, request_id: str, tools: Sequence[str]) -> None:
+        self.leases.called(request_id, tools)
+
+    async def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        decoders = [w.worker_id for w in self._view.workers() if w.kind is WorkerKind.DECODE]
+        await self.leases.end_session(decoders, tenant_salt, session_id)
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle router still counts requests."""
@@ -180,6 +190,7 @@ class ClusterRouter:
                                 yield event
                             case Finished():
                                 self._routes.remember(execution, route.decoder, event)
+                                self.leases.ended(prompt.request_id, route.decoder)
                                 yield execution.finish(event)
                                 return
                         if not planned and execution.recipe is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
@@ -37,6 +37,7 @@ class EngineRouter:
             cache=prompt.cache,
             tenant_salt=prompt.tenant_salt,
             session_id=prompt.session_id,
+            expect_next_within_s=prompt.expect_next_within_s,
         )
         async with aclosing(self._engine.generate(request, local=True)) as events:
             async for event in events:
@@ -52,6 +53,12 @@ class EngineRouter:
 
     async def abort(self, request_id: str) -> bool:
         return self._engine.abort(request_id)
+
+    def called(self, request_id: str, tools: Sequence[str]) -> None:
+        self._engine.lease(request_id, tools)
+
+    async def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        self._engine.end_session(tenant_salt, session_id)
 
     def explain(self, request_id: str) -> list[str]:
         raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")

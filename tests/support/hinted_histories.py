@@ -193,6 +193,7 @@ async def over_hinted_peers(seed: int, num_bursts: int = 8, watch: Watch = nobod
     ) as cluster:
         for worker in cluster.workers.values():
             watch(worker.engine._core, worker.machine)
+        history.engines = tuple(cluster.decoder(name) for name in ("d0", "d1"))
         hinted = HintedCluster(cluster, directory, config.anchor_interval, rng)
         for burst in range(num_bursts):
             if rng.random() < 0.15:

@@ -1,7 +1,8 @@
 """Random histories of requests over hash machines, each stream held against the reference.
 
     requests share prefixes, parks, tenants, modes and tails; some are cancelled at a random moment,
-    some go on elsewhere by their recipe, some steps fail, every decode step has rejected drafts
+    some go on elsewhere by their recipe, some steps fail, every decode step has rejected drafts;
+    some turns call tools, and some sessions are closed
 
 A history raises at the first stream, page or window that is not what the recipe defines. All of it
 follows from one seed, apart from the moments at which a step thread happens to be done.
@@ -19,7 +20,8 @@ from hash_machine import NUM_ENCODER_LAYERS, WINDOW, HashMachine, reference_stre
 from hash_requests import ask, prompt, recipe_of
 from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
 
-from ripresa.workers.config import EngineConfig, ParkConfig, WindowConfig, WindowPolicy
+from ripresa.workers.config import EngineConfig, LeaseConfig, ParkConfig, WindowConfig, WindowPolicy
+from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ResourceExhausted
 from ripresa.workers.models.base import EncoderOutput, StepOutput
@@ -84,9 +86,14 @@ class FailingMachine(HashMachine):
 
 @dataclass
 class History:
-    """Random requests that share prefixes, and what was said so far."""
+    """Random requests that share prefixes, and what was said so far.
+
+    Attributes:
+        engines: hear of tools and of closed sessions.
+    """
 
     rng: random.Random
+    engines: tuple[DecodeEngine, ...] = ()
     known: list[tuple[int, ...]] = field(default_factory=lambda: [prompt(s, 30) for s in range(3)])
 
     def next(self, number: int) -> GenerationRequest:
@@ -104,7 +111,20 @@ class History:
             cache=CacheUse(mode),
             salt=self.rng.choice((b"a", b"a", b"b")),
         )
-        return replace(request, session_id=self.rng.choice((None, "s", "t")))
+        expected_s = self.rng.choice((None, None, None, 1e-4, 60.0))
+        return replace(
+            request,
+            session_id=self.rng.choice((None, "s", "t")),
+            expect_next_within_s=expected_s,
+        )
+
+    def tell(self, request: GenerationRequest) -> None:
+        """What a gateway may say of a turn: that it called tools, or that its session is closed."""
+        for engine in self.engines:
+            if self.rng.random() < 0.4:
+                engine.lease(request.request_id, self.rng.choices(("ls", "cat"), k=2))
+            if self.rng.random() < 0.1 and request.session_id is not None:
+                engine.end_session(request.tenant_salt, request.session_id)
 
     def said(self, request: GenerationRequest, stream: Stream) -> None:
         prompt_ids = request.token_ids[: request.num_prompt_tokens]
@@ -123,6 +143,7 @@ class History:
                 await self._cancel(request, run)
             else:
                 await self._read(request, run)
+        self.tell(request)
 
     async def _read(self, request: GenerationRequest, run: Run) -> None:
         stream = await run(request)
@@ -176,6 +197,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         anchor_interval=interval,
         reserved_output_tokens=rng.choice((1, CONFIG.reserved_output_tokens)),
         parked=ParkConfig(capacity_bytes=rng.choice((0, 8_000, 1 << 20))),
+        leases=LeaseConfig(max_share=rng.choice((0.0, 0.3, 1.0))),
     )
 
 
@@ -192,6 +214,7 @@ async def on_one_worker(seed: int, num_bursts: int = 12, watch: Watch = nobody) 
     config = random_config(rng)
     async with local_engine(machine, config) as (engine, _):
         watch(engine._core, machine)
+        history.engines = (engine,)
 
         async def run(request: GenerationRequest) -> Stream:
             return await collect(engine, request)
@@ -215,6 +238,7 @@ async def over_a_cluster(seed: int, num_bursts: int = 8, watch: Watch = nobody) 
         watch(cluster.encoder._core, cluster.encoder_machine)
         for name, engine in cluster.decoders.items():
             watch(engine._core, cluster.machines[name])
+        history.engines = tuple(cluster.decoders.values())
 
         async def run(request: GenerationRequest) -> Stream:
             name = rng.choice(("d0", "d1"))

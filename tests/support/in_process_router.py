@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
@@ -31,6 +31,8 @@ class InProcessRouter:
         failure: raised once one token was streamed.
         refusals: raised instead of a placement, one a request, first to last.
         opened: set once a request has arrived.
+        calls: tools that answers called, by request.
+        closed: sessions that were ended.
         seen: prompts that arrived; open: requests that are not closed yet.
         produced: how many tokens of each were taken.
     """
@@ -43,6 +45,8 @@ class InProcessRouter:
     refusals: list[Exception] = field(default_factory=list)
     is_ready: bool = True
     encoder_id: str | None = "encoder-0"
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    closed: list[tuple[bytes, str]] = field(default_factory=list)
     seen: list[PromptRequest] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     produced: Counter[str] = field(default_factory=Counter)
@@ -101,6 +105,12 @@ class InProcessRouter:
         self.aborted.add(request_id)
         self.hold.set()
         return True
+
+    def called(self, request_id: str, tools: Sequence[str]) -> None:
+        self.calls[request_id] = tuple(tools)
+
+    async def end_session(self, tenant_salt: bytes, session_id: str) -> None:
+        self.closed.append((tenant_salt, session_id))
 
     def explain(self, request_id: str) -> list[str]:
         if all(prompt.request_id != request_id for prompt in self.seen):

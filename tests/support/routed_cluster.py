@@ -299,6 +299,16 @@ class RoutedCluster:
     async def abort(self, worker_id: str, request_id: str) -> bool:
         return self._worker(worker_id).engine.abort(request_id)
 
+    async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
+        engine = self._worker(worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        return engine.lease(request_id, tools)
+
+    async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
+        engine = self._worker(worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        engine.end_session(tenant_salt, session_id)
+
     # -- what tests do -----------------------------------------------------------------------
 
     async def ask(self, prompt: PromptRequest) -> Answered:

@@ -56,7 +56,7 @@ def test_the_least_recently_used_go_first() -> None:
 
 
 def test_a_turn_is_found_however_its_arguments_are_written() -> None:
-    turn = OpenTurn(b"place", ())
+    turn = OpenTurn(b"place", 0, ())
     key = turn.key(Turn("Hi ", (("f", '{"a": 1, "b": [2, 3]}'),)))
     assert key == turn.key(Turn("Hi", (("f", '{"b":[2,3],"a":1}'),)))
     for other in (
@@ -66,7 +66,7 @@ def test_a_turn_is_found_however_its_arguments_are_written() -> None:
         Turn("Hi", ()),
     ):
         assert turn.key(other) != key
-    assert OpenTurn(b"other", ()).key(Turn("Hi", ())) != turn.key(Turn("Hi", ()))
+    assert OpenTurn(b"other", 0, ()).key(Turn("Hi", ())) != turn.key(Turn("Hi", ()))
     broken = Turn("", (("f", "{"),))
     assert turn.key(broken) == turn.key(copy.copy(broken))
 
@@ -266,9 +266,8 @@ async def test_re_rendered_answers_break_the_prefix(
 ) -> None:
     """What the splice is there for: without it, little is left."""
     model = ServedModel(MODEL, 16384, demo.num_ids, EOS, "ab12")
-    service = InferenceService(
-        router, model, demo, GatewayMetrics(), encoding=encoding, max_said_tokens=0
-    )
+    metrics = GatewayMetrics()
+    service = InferenceService(router, model, demo, metrics, encoding=encoding, max_said_tokens=0)
     async with http_gateway(service) as url, httpx.AsyncClient(base_url=url) as client:
 
         async def post(messages: list[Any], said: list[int], **fields: Any) -> Any:
@@ -281,6 +280,24 @@ async def test_re_rendered_answers_break_the_prefix(
         held, new = await fourth_prompt(post, router, demo, without_reasoning)
         assert kept(held, new) < 0.5
     service.close()
+    # Once a request: the model's tokens are no encoder's, so each step came back in others.
+    told = metrics.render().decode()
+    assert 'ripresa_prefix_break_total{reason="reasoning_missing"} 3.0' in told
+    assert 'ripresa_prefix_break_total{reason="history_edited"} 0.0' in told
+
+
+async def test_workers_hear_which_tools_an_answer_calls_and_when_its_client_goes_on(
+    post: Post, router: InProcessRouter, demo: Tokenizer, chats: InferenceService
+) -> None:
+    messages = await run_loop(post, demo)
+    assert list(router.calls.values()) == [("search",)] * 3
+    assert [prompt.request_id for prompt in router.seen] == list(router.calls)
+    await post(messages, encode_output("Done.</think>Yes."), expect_next_within=2.5)
+    assert len(router.calls) == 3
+    assert [prompt.expect_next_within_s for prompt in router.seen] == [None, None, None, 2.5]
+    told = chats.metrics.render().decode()
+    assert "ripresa_tool_gap_seconds_count 3.0" in told
+    assert 'ripresa_prefix_break_total{reason="reasoning_missing"} 0.0' in told
 
 
 async def test_a_salt_keeps_answers_apart(
@@ -341,6 +358,8 @@ async def test_grpc_keeps_and_finds_the_same_answers(
         await ask(stub)
         assert kept(held, router.seen[-1].token_ids) == 1.0
         options.cache_policy.disable_read = True
+        options.expect_next_within.FromMilliseconds(1500)
         await ask(stub)
+        assert router.seen[-1].expect_next_within_s == 1.5
         assert kept(held, router.seen[-1].token_ids) < 1.0
     await server.stop(0)

@@ -24,7 +24,13 @@ from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.report import WorkerKind, WorkerReport
-from ripresa.workers.request import EngineStats, FinishReason, PullCounters, WorkCounters
+from ripresa.workers.request import (
+    EngineStats,
+    FinishReason,
+    LeaseCounters,
+    PullCounters,
+    WorkCounters,
+)
 
 RECIPE = Recipe(PlanKind.BOUNDED, 2, 2, 4, (4,), 5, TailVariant.FLOORED, 0)
 
@@ -142,6 +148,26 @@ def test_disk_tiers_are_summed_over_the_lives_of_all_workers() -> None:
     read = samples(metrics)
     assert read["ripresa_disk_blocks_total", "hits"] == 8
     assert read["ripresa_disk_used_bytes",] == 95
+
+
+def test_leases_are_summed_over_the_lives_of_all_workers() -> None:
+    def leasing(worker_id: str, granted: int, num_pinned: int) -> WorkerReport:
+        leases = LeaseCounters((("granted", granted), ("yielded", 1)), num_pinned)
+        found = report(worker_id, "n", None)
+        return replace(found, stats=replace(found.stats, leases=leases), block_bytes=100)
+
+    reports = [leasing("a", 3, 2), leasing("b", 4, 1)]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        read = samples(metrics)
+        assert read["ripresa_lease_outcome_total", "granted"] == 7
+        assert read["ripresa_lease_outcome_total", "yielded"] == 2
+        assert read["ripresa_lease_outcome_total", "lapsed"] == 0
+        assert read["ripresa_lease_pinned_bytes",] == 300
+    reports[:1] = [leasing("c", 1, 0)]
+    read = samples(metrics)
+    assert read["ripresa_lease_outcome_total", "granted"] == 8
+    assert read["ripresa_lease_pinned_bytes",] == 100
 
 
 def test_pulls_are_summed_over_the_lives_of_all_workers() -> None:

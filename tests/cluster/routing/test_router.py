@@ -58,6 +58,8 @@ class Cluster:
         ended: decode calls that were closed, by worker.
         waited_for: the router waits for a report; those that are `reporting` then send one.
         capacity: tokens that pools hold.
+        leased, session_ends: what workers heard of turns and sessions; none answers while
+            `is_deaf`.
     """
 
     def __init__(self, encoders: int = 0, decoders: int = 2) -> None:
@@ -72,6 +74,9 @@ class Cluster:
         self.reporting: set[str] = set()
         self.num_reports: Counter[str] = Counter()
         self.capacity: dict[str, int] = {}
+        self.leased: list[tuple[str, str, tuple[str, ...]]] = []
+        self.session_ends: list[tuple[str, bytes, str]] = []
+        self.is_deaf = False
         self.prefill_started = asyncio.Event()
         self._changed = asyncio.Event()
         self._has_state: dict[str, asyncio.Event] = {}
@@ -161,6 +166,17 @@ class Cluster:
 
     async def abort(self, worker_id: str, request_id: str) -> bool:
         return any(name == worker_id and r.request_id == request_id for name, r in self.decoded)
+
+    async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
+        self.leased.append((worker_id, request_id, tools))
+        if self.is_deaf:
+            raise Unreachable(f"{worker_id} is gone")
+        return True
+
+    async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
+        self.session_ends.append((worker_id, tenant_salt, session_id))
+        if self.is_deaf:
+            raise Unreachable(f"{worker_id} is gone")
 
     async def run(self) -> list[RouterEvent]:
         async with asyncio.timeout(30):
@@ -436,3 +452,36 @@ async def test_a_refused_id_does_not_replace_the_run_it_belongs_to() -> None:
             await cluster.run()
     first, second = (request.generation for _, request in cluster.decoded)
     assert first == second
+
+
+async def test_the_worker_that_ran_a_turn_hears_that_it_called_tools() -> None:
+    cluster = Cluster()
+    cluster.decoding["d0"] = breaking(Unreachable("gone"))
+    await cluster.run()
+    (first, _), (last, request) = cluster.decoded
+    assert first != last
+    cluster.router.called("unknown", ["search"])
+    for _ in range(2):
+        cluster.router.called(request.request_id, ["search"])
+    await cluster.router.leases.drain()
+    assert cluster.leased == [(last, request.request_id, ("search",))]
+
+
+async def test_a_closed_session_is_told_to_every_decode_worker() -> None:
+    cluster = Cluster(encoders=1)
+    await cluster.router.end_session(b"salt", "s")
+    assert sorted(cluster.session_ends) == [("d0", b"salt", "s"), ("d1", b"salt", "s")]
+
+
+async def test_workers_that_hear_nothing_of_a_lease_harm_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster()
+    cluster.is_deaf = True
+    await cluster.run()
+    cluster.router.called(PROMPT.request_id, ["search"])
+    await cluster.router.leases.drain()
+    await cluster.router.end_session(b"", "s")
+    assert len(cluster.leased) == 1
+    assert len(cluster.session_ends) == 2
+    assert caplog.text.count("is gone") == 3
