@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from ripresa.cluster.directory.events import Answer, PlanByLoad, Receipt, Reply, Report
+from ripresa.cluster.directory.events import Answer, Lookup, PlanByLoad, Receipt, Reply, Report
 from ripresa.cluster.directory.index import shard_of
 from ripresa.cluster.directory.publisher import Send
 from ripresa.workers.errors import RipresaError
@@ -115,6 +115,15 @@ class DirectoryClient:
             if not is_answered:
                 # Nobody will act on a claim that this call may yet make.
                 self._actors.tell(shard, "release", request)
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Lookup | None:
+        """See `PrefixIndex.lookup`. None if the directory does not answer in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found: Lookup = await self._actors.call(self._shard(hashes), "lookup", hashes)
+            return found
+        except (TimeoutError, RipresaError):
+            return None
 
     async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None:
         """Worker and incarnation that compute for a leading request, as soon as they are known.

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from ripresa.cluster.directory.events import Answer, Holder, Receipt, Reply, Report
+from ripresa.cluster.directory.events import Answer, Holder, Lookup, Receipt, Reply, Report
 from ripresa.cluster.directory.index import DirectoryCounters, DirectorySettings, PrefixIndex
 from ripresa.workers.replay import ReplayMode
 
@@ -41,6 +41,9 @@ class PrefixDirectory:
         if gone is not None:
             self._tell_followers()
         return self._index.lookup_or_claim(hashes, request, now, mode, interval, gone)
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Lookup:
+        return self._index.lookup(hashes, time.monotonic())
 
     async def leader(self, request: str) -> tuple[str, int] | None:
         """Worker and incarnation that compute for a leading request, as soon as they are known.

@@ -92,9 +92,12 @@ class ChatReader:
         )
         return AskedChat(prompt, choices_of(first, asked.n), open_turn, outline)
 
-    def encode(self, body: Json, protocol: Protocol, tenant: str) -> tuple[Prompt, tuple[int, ...]]:
-        """A request's prompt and its token ids, as they are for a client without a salt."""
-        prompt, spliced = self._encode(body, protocol, pb.RequestOptions(), tenant)
+    def encode(
+        self, body: Json, protocol: Protocol, tenant: str, cache_salt: str
+    ) -> tuple[Prompt, tuple[int, ...]]:
+        """A request's prompt and its token ids."""
+        options = pb.RequestOptions(cache_salt=cache_salt)
+        prompt, spliced = self._encode(body, protocol, options, tenant)
         return prompt, spliced.token_ids
 
     def _encode(

@@ -192,7 +192,7 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
             conversation = conversation_of(body, Protocol.MESSAGES)
             conversation.setdefault("max_tokens", 1)
             _, token_ids = gateway.chat_reader().encode(
-                conversation, Protocol.MESSAGES, call.tenant
+                conversation, Protocol.MESSAGES, call.tenant, body.get("cache_salt", "")
             )
             return len(token_ids)
 

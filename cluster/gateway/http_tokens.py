@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.http_body import body_of, call_of, documented
-from ripresa.cluster.gateway.http_fields import CHAT_FIELDS, conversation_of, read_body
+from ripresa.cluster.gateway.http_fields import CHAT_FIELDS, conversation_of, options_of, read_body
 from ripresa.cluster.gateway.served_model import check_model, check_text_fits, check_token_ids
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.workers.errors import InvalidArgument
@@ -19,7 +19,7 @@ _CONVERSATION = ("messages", "tools", "tool_choice", "thinking", "reasoning_effo
 TOKENIZE_FIELDS = {
     **_MODEL,
     "prompt": {"type": "string"},
-    **{name: CHAT_FIELDS[name] for name in _CONVERSATION},
+    **{name: CHAT_FIELDS[name] for name in (*_CONVERSATION, "cache_salt")},
 }
 DETOKENIZE_FIELDS = {**_MODEL, "tokens": {"type": "array", "items": {"type": "integer"}}}
 
@@ -42,27 +42,33 @@ def token_routes(service: Callable[[], InferenceService]) -> APIRouter:
 
     @router.post("/tokenize", **documented(TOKENIZE_FIELDS, ()))
     async def tokenize(request: Request) -> Json:
-        """The token ids of a text, or of a conversation as it would be rendered."""
+        """The token ids of a text, or of a conversation as it would be rendered, and how many of
+        them the cluster holds the state of."""
         gateway, call = service(), call_of(request)
         raw = await body_of(request, gateway.max_message_bytes)
 
-        def encode() -> Sequence[int]:
+        def encode() -> tuple[Sequence[int], str]:
             body = read_body(raw, TOKENIZE_FIELDS)
+            cache_salt = options_of(body, None).cache_salt
             check_model(body.get("model", ""), gateway.model, "model")
             if ("prompt" in body) is ("messages" in body):
                 raise InvalidArgument("prompt", "give either `prompt` or `messages`")
             if "prompt" in body:
                 check_text_fits(body["prompt"], gateway.model, gateway.tokenizer, "prompt")
-                return gateway.tokenizer.encode(body["prompt"])
+                return gateway.tokenizer.encode(body["prompt"]), cache_salt
             conversation = conversation_of(body, Protocol.CHAT_COMPLETIONS)
             _, ids = gateway.chat_reader().encode(
-                conversation, Protocol.CHAT_COMPLETIONS, call.tenant
+                conversation, Protocol.CHAT_COMPLETIONS, call.tenant, cache_salt
             )
-            return ids
+            return ids, cache_salt
 
-        tokens = list(await gateway.off_loop(encode, call))
-        limit = gateway.model.max_model_len
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
+        tokens, cache_salt = await gateway.off_loop(encode, call)
+        return {
+            "tokens": list(tokens),
+            "count": len(tokens),
+            "max_model_len": gateway.model.max_model_len,
+            "cached_tokens": await gateway.num_held_tokens(tokens, cache_salt, call),
+        }
 
     @router.post("/detokenize", **documented(DETOKENIZE_FIELDS, ("tokens",)))
     async def detokenize(request: Request) -> Json:

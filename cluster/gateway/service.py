@@ -40,9 +40,11 @@ from ripresa.cluster.gateway.told_stream import Teller, told
 from ripresa.cluster.gateway.validation import (
     Arrival,
     AskedText,
+    check_name,
     check_request_id,
     read_generate,
     scoped_id,
+    tenant_salt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prompt import PromptRequest, Router
@@ -364,6 +366,7 @@ class InferenceService:
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         check_model(request.model, self.model, "model")
+        check_name(request.cache_salt, "cache_salt")
         conversation: pb.FullConversation | None = None
         match request.WhichOneof("input"):
             case None:
@@ -375,7 +378,7 @@ class InferenceService:
             if conversation is not None:
                 body = conversation_body(conversation, "conversation")
                 prompt, token_ids = self.chat_reader().encode(
-                    body, Protocol.CHAT_COMPLETIONS, call.tenant
+                    body, Protocol.CHAT_COMPLETIONS, call.tenant, request.cache_salt
                 )
                 return prompt.text, token_ids
             check_text_fits(request.text, self.model, self.tokenizer, "text")
@@ -383,8 +386,16 @@ class InferenceService:
 
         text, token_ids = await self.off_loop(encode, call)
         return pb.TokenizeResponse(
-            token_ids=token_ids, prompt=text, max_model_len=self.model.max_model_len
+            token_ids=token_ids,
+            prompt=text,
+            max_model_len=self.model.max_model_len,
+            cached_tokens=await self.num_held_tokens(token_ids, request.cache_salt, call),
         )
+
+    async def num_held_tokens(self, token_ids: Sequence[int], cache_salt: str, call: Call) -> int:
+        """Leading tokens of a prompt that a caller would find in the cluster's caches now."""
+        salt = tenant_salt(call.tenant, cache_salt)
+        return await self._router.num_held_tokens(token_ids, salt)
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
         check_model(request.model, self.model, "model")

@@ -45,6 +45,8 @@ class Directory(Protocol):
         gone: str | None = None,
     ) -> Answer | PlanByLoad: ...
 
+    async def lookup(self, hashes: Sequence[bytes]) -> Lookup | None: ...
+
     async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None: ...
 
     def release(self, hashes: Sequence[bytes], request: str) -> None: ...
@@ -66,6 +68,9 @@ class NoDirectory:
         gone: str | None = None,
     ) -> Answer | PlanByLoad:
         return PlanByLoad("there is no prefix directory")
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Lookup | None:
+        return None
 
     async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None:
         return None
@@ -167,6 +172,11 @@ class PrefixHints:
                 # Its worker is not alive, whatever the directory believes.
                 gone = flight.request
         return Hints(hashes, lookup)
+
+    async def num_held(self, hashes: tuple[bytes, ...]) -> int:
+        """Leading blocks that somebody holds, as far as the directory says."""
+        lookup = await self.directory.lookup(hashes) if hashes else None
+        return lookup.stretches[-1].stop if lookup is not None and lookup.stretches else 0
 
     def release(self, hashes: Sequence[bytes], claim: str) -> None:
         """The request computes nothing any more that others could wait for."""

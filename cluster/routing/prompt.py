@@ -120,6 +120,10 @@ class Router(Protocol):
     async def end_session(self, tenant_salt: bytes, session_id: str) -> None:
         """The session is closed: nothing of it needs to be kept. Idempotent."""
 
+    async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
+        """Leading tokens of a prompt whose state the cluster holds now, whole blocks; 0 also where
+        that is not known."""
+
     def explain(self, request_id: str) -> list[str]:
         """How a request was placed, in lines for a reader.
 

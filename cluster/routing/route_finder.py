@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
 from ripresa.cluster.routing.session_homes import SessionHomes
 from ripresa.cluster.routing.worker_load import PlannerSettings, WorkerLoad, worker_loads
 from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.cache.block_hash import BlockHasher, worker_context
 from ripresa.workers.errors import Unavailable
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.report import SessionMove, WorkerReport
@@ -175,6 +177,12 @@ class RouteFinder:
         log.executions.append(entry)
         return Placement(plan, self.window, hints, entry, plan.chosen)
 
+    async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
+        """Leading tokens of a prompt whose blocks some worker holds."""
+        hasher = BlockHasher(worker_context(self._layout_digest(), self.window, tenant_salt))
+        hashes = await asyncio.to_thread(hasher.extend, token_ids)
+        return await self._hints.num_held(hashes) * self.window
+
     def decoders(self, execution: Execution) -> set[str]:
         """Decode workers that are there and could ever hold the request."""
         return set(self._decoders(execution))
@@ -274,11 +282,14 @@ class RouteFinder:
     def _plan_now(self, query: RouteQuery) -> RoutePlan:
         return plan_route(query, self._loads(), self._settings)
 
+    def _layout_digest(self) -> bytes:
+        return next((w.layout_digest for w in self._view.workers()), b"")
+
     async def _hash(self, execution: Execution) -> None:
         """Name the request's blocks as its workers do."""
         if not execution.prompt.cache.reads and not execution.prompt.cache.writes:
             return
-        digest = next((w.layout_digest for w in self._view.workers()), b"")
+        digest = self._layout_digest()
         if execution.is_hashed or execution.num_tokens <= MAX_HASHED_ON_LOOP:
             execution.hash(digest, self.window)
         else:

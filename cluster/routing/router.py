@@ -114,6 +114,9 @@ class ClusterRouter:
         workers = self._view.workers()
         return any(w.kind is WorkerKind.DECODE and not w.is_leaving for w in workers)
 
+    async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
+        return await self._routes.num_held_tokens(token_ids, tenant_salt)
+
     def explain(self, request_id: str) -> list[str]:
         found = self.log.find(request_id)
         if found is None:

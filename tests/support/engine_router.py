@@ -63,5 +63,8 @@ class EngineRouter:
     def explain(self, request_id: str) -> list[str]:
         raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")
 
+    async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
+        return 0
+
     async def ready(self) -> bool:
         return True

@@ -35,6 +35,7 @@ class InProcessRouter:
         closed: sessions that were ended.
         seen: prompts that arrived; open: requests that are not closed yet.
         produced: how many tokens of each were taken.
+        num_held: leading tokens of any prompt that are held, by salt.
     """
 
     script: tuple[int, ...] = (40, 41, 42, 43)
@@ -50,6 +51,7 @@ class InProcessRouter:
     seen: list[PromptRequest] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     produced: Counter[str] = field(default_factory=Counter)
+    num_held: dict[bytes, int] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
     opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -116,6 +118,9 @@ class InProcessRouter:
         if all(prompt.request_id != request_id for prompt in self.seen):
             raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")
         return [f"request {request_id}", "the only one"]
+
+    async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
+        return self.num_held.get(tenant_salt, 0)
 
     async def ready(self) -> bool:
         return self.is_ready

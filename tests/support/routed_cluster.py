@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hash_machine import GEOMETRY, HashMachine
 from split_cluster import CONFIG, assert_idle
 
-from ripresa.cluster.directory.events import Answer, PlanByLoad, Receipt, Reply, Report
+from ripresa.cluster.directory.events import Answer, Lookup, PlanByLoad, Receipt, Reply, Report
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.cluster.routing.prefix_hints import PrefixHints
@@ -83,6 +83,9 @@ class LocalDirectory:
         if self.is_down:
             return PlanByLoad("it is down")
         return self.index.lookup_or_claim(hashes, request, self._now, mode, interval, gone)
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Lookup | None:
+        return None if self.is_down else self.index.lookup(hashes, self._now)
 
     async def leader(self, hashes: Sequence[bytes], request: str) -> tuple[str, int] | None:
         while self.index.is_claimed(request, self._now):

@@ -19,6 +19,7 @@ from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import tenant_salt
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers.errors import ResourceExhausted, Unavailable
 
@@ -464,8 +465,11 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 async def test_tokenize_and_detokenize(
     raw: httpx.AsyncClient, router: InProcessRouter, demo: Tokenizer
 ) -> None:
-    answer = (await raw.post("/tokenize", json={"prompt": "héllo <think>"})).json()
+    router.num_held[tenant_salt("", "mine")] = 3
+    asked = {"prompt": "héllo <think>", "cache_salt": "mine"}
+    answer = (await raw.post("/tokenize", json=asked)).json()
     assert answer["tokens"] == demo.encode("héllo <think>")
+    assert answer["cached_tokens"] == 3
     assert answer["count"] == len(answer["tokens"])
     text = (await raw.post("/detokenize", json={"tokens": answer["tokens"]})).json()
     assert text == {"prompt": "héllo <think>"}

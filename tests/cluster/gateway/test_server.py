@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ripresa.cluster.gateway.grpc_server import GrpcServer, require_free_port
+from ripresa.cluster.gateway.validation import tenant_salt
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
 from ripresa.workers.errors import ConfigError
@@ -26,6 +27,16 @@ async def test_tokenize_and_back(stub: Any) -> None:
     assert (tokens.prompt, tokens.max_model_len, tokens.cached_tokens) == (text, 64, 0)
     back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
     assert back.text == text
+
+
+async def test_tokenize_says_what_is_held_for_the_salt(stub: Any, router: Any) -> None:
+    router.num_held[b""] = 2
+    router.num_held[tenant_salt("", "mine")] = 3
+    for salt, held in (("", 2), ("mine", 3), ("other", 0)):
+        answer = await stub.Tokenize(pb.TokenizeRequest(text="hello", cache_salt=salt))
+        assert answer.cached_tokens == held
+    with pytest.raises(grpc.aio.AioRpcError, match="cache_salt"):
+        await stub.Tokenize(pb.TokenizeRequest(text="hello", cache_salt="x" * 10_000))
 
 
 async def test_list_models(stub: Any, tokenizer: Any) -> None:

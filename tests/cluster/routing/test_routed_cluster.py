@@ -224,6 +224,11 @@ async def test_tenants_share_nothing() -> None:
         longer = tokens + first.tokens + tokens_of(7, 5)
         resumed = await turn(cluster, ask(longer, "three", salt=b"two", session="s"))
         assert first.recipe.start == other.recipe.start == 0
+        for salt, held in ((b"one", 10 * WINDOW), (b"three", 0)):
+            assert await cluster.router.num_held_tokens((*tokens, 1, 2), salt) == held
+        cluster.directory.is_down = True
+        assert await cluster.router.num_held_tokens(tokens, b"one") == 0
+        cluster.directory.is_down = False
         # Its own turn had the same tokens, so it goes on from that one.
         assert resumed.recipe.kind is PlanKind.RESUME
         stranger = await turn(cluster, ask(longer, "four", salt=b"three", session="s"))
