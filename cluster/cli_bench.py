@@ -40,11 +40,6 @@ def bench() -> None:
     help="Conversations without a recorded start begin within so many hours.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the conversations' starts.")
-@click.option(
-    "--keep-copies",
-    is_flag=True,
-    help="What a worker pulls for a prompt takes room of its capacity, too.",
-)
 @click.option("--max-lines", type=click.IntRange(min=1), help="Read no more lines of the file.")
 @click.option("--address", help="Send the prompts, scaled down, to the cluster at this gateway.")
 @click.option(
@@ -70,7 +65,6 @@ def bench_trace(
     seed: int,
     spread_hours: float,
     max_lines: int | None,
-    keep_copies: bool,
     address: str | None,
     **counts: int,
 ) -> None:
@@ -78,9 +72,9 @@ def bench_trace(
 
     FILE holds prompt lengths and block ids, or whole prompts, one JSON object a line, gzipped or
     not. Round robin, sticky sessions and one cache of all workers' capacity run beside the
-    cluster's own index and routing; who keeps a new block is simulated. The table says which share
-    of the prompts' tokens is reused, how much more than the mean the busiest worker computes, and
-    which share of all tokens a worker had to pull from another one.
+    cluster's own index, routing and placement. The table says which share of the prompts' tokens
+    is reused, how much more than the mean the busiest worker computes, and which shares of all
+    tokens a worker had to pull from another one, or gave to another one instead of evicting them.
 
     With --address the prompts go to a running cluster instead, their lengths scaled down and their
     token ids made from the block ids. It prints which share of the tokens was cached, what one
@@ -113,7 +107,7 @@ def bench_trace(
         f"conversations, starts by seed {seed}"
     )
     if address is None:
-        _replay(workload, geometry, counts["workers"], counts["capacity"], keep_copies)
+        _replay(workload, geometry, counts["workers"], counts["capacity"])
     else:
         _replay_live(workload, geometry, address, counts)
 
@@ -131,9 +125,7 @@ def _telling(what: str, num_prompts: int) -> Callable[[int], None]:
     return tell
 
 
-def _replay(
-    workload: Workload, geometry: ReplayGeometry, workers: int, capacity: int, keep_copies: bool
-) -> None:
+def _replay(workload: Workload, geometry: ReplayGeometry, workers: int, capacity: int) -> None:
     from ripresa.cluster.simulation.policy_bench import compare_policies
 
     click.echo(f"{workers} workers of {capacity:,} tokens each")
@@ -143,7 +135,6 @@ def _replay(
             workers,
             capacity,
             geometry,
-            keeps_copies=keep_copies,
             telling=lambda name: _telling(name, len(workload)),
         )
     )
@@ -192,13 +183,16 @@ def _replay_live(
 def _print_figures(found: Iterable[PolicyFigures]) -> None:
     from ripresa.cluster.simulation.policy_bench import ONE_CACHE, OURS
 
-    click.echo(f"{'policy':<18}{'hit ratio':>10}{'worst/mean':>12}{'pulled':>8}{'uncached':>16}")
+    click.echo(
+        f"{'policy':<18}{'hit ratio':>10}{'worst/mean':>12}{'pulled':>8}{'moved':>8}"
+        f"{'uncached':>16}"
+    )
     ratios = {}
     for figures in found:
         ratios[figures.name] = figures.hit_ratio
         click.echo(
             f"{figures.name:<18}{figures.hit_ratio:>10.3f}{figures.worst_to_mean:>12.2f}"
-            f"{figures.pulled_ratio:>8.3f}{figures.num_uncached_tokens:>16,}"
+            f"{figures.pulled_ratio:>8.3f}{figures.moved_ratio:>8.3f}{figures.num_uncached_tokens:>16,}"
         )
     if ratios[ONE_CACHE]:
         click.echo(f"{OURS} / {ONE_CACHE}: {ratios[OURS] / ratios[ONE_CACHE]:.3f}")

@@ -23,6 +23,7 @@ from ripresa.workers.config import (
     EngineConfig,
     EngramPlacement,
     LeaseConfig,
+    MoveConfig,
     Numerics,
     ParkConfig,
     WindowConfig,
@@ -249,6 +250,7 @@ class ClusterConfig:
         torch_threads: threads of torch in each worker process.
         windows: which encoder windows every worker keeps for later hits.
         parked: how decode workers keep sessions between their turns.
+        moves: how last copies of blocks go to other workers before they are evicted.
         leases: what they keep before all else while a session's tools run.
         disk: where block KV outlives the workers of a machine.
     """
@@ -260,6 +262,7 @@ class ClusterConfig:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
+    moves: MoveConfig = field(default_factory=MoveConfig)
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     directory: PrefixDirectorySettings = field(default_factory=PrefixDirectorySettings)
@@ -326,6 +329,7 @@ class ClusterConfig:
             w8a8=self.model.w8a8,
             windows=self.windows,
             parked=self.parked,
+            moves=self.moves,
             leases=self.leases,
             disk=self.disk,
             transfer=EngineTransferConfig(

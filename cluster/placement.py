@@ -1,11 +1,11 @@
-"""Which worker computes a prompt, and which one keeps its new blocks? Two answers, both pure.
+"""Which worker computes a prompt, and which one keeps a block that has to go? Two pure answers.
 
     computes   whoever holds most of the prompt, unless it has worked too much more than the others
     keeps      whoever's oldest block is oldest, so that all pools together evict like one
 
-Blocks stay where they are kept: what a computing worker pulls for a prompt is a working copy, the
-first to make room afterwards. Routing asks the first question; only the simulation asks the second
-yet: a running worker keeps what it computed.
+Whoever used a block last keeps it; what others hold of it are copies, the first to make room. A
+last copy that has to make room goes to the keeper. Routing asks the first question, the directory
+the second, for workers ahead of eviction (`workers/block_moves.py`); the simulation asks both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 MAX_LEAD = 0.10
 """A worker this far above the mean work is spared, whatever it holds."""
-AGE_TOLERANCE = 0.5
-"""A computing worker keeps its blocks while its oldest one is this close to the oldest of all."""
+AGE_TOLERANCE = 0.25
+"""A worker lets a block go unless another one's is older by so much, as a share of that age."""
 
 
 def computing_worker(
@@ -42,20 +42,20 @@ def computing_worker(
 
 
 def keeping_worker(
-    computing: str, age: Mapping[str, float], tolerance: float = AGE_TOLERANCE
+    evicting: str, age: Mapping[str, float], tolerance: float = AGE_TOLERANCE
 ) -> str:
-    """The worker that should keep a new block of a prompt.
+    """The worker that should keep a block which one worker has to evict.
 
-    The one that computes it, as long as its own next block to go is nearly as old as anybody's:
-    so the blocks of a conversation stay together. Otherwise whoever's is oldest.
+    Whoever's next block to go has not been used for longest; the evicting worker itself, which
+    means that the block goes, as long as nobody's is much older than that block.
 
     Args:
-        computing: has the block now.
+        evicting: has the block now.
         age: for how long each worker's next block to go has not been used; infinity where room
-            is free.
-        tolerance: share of the highest age that the computing worker's may lack.
+            is left. The evicting worker's is the block's own.
+        tolerance: share of the highest age that the block's may lack: moving costs bandwidth.
     """
     oldest = max(age.values())
-    if age[computing] >= (1 - tolerance) * oldest:
-        return computing
+    if age[evicting] >= (1 - tolerance) * oldest:
+        return evicting
     return min(age, key=lambda worker: (-age[worker], worker))

@@ -185,6 +185,34 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveConfig:
+    """How last copies of blocks go to other workers before they are evicted.
+
+    Attributes:
+        ahead: share of the pool that prompts may ask for at once: as many blocks as would have to
+            go for them are offered to others beforehand.
+        max_bytes_per_s: of all moves of a worker; 0 for none: what is evicted is gone.
+        blocks_a_move: most blocks of one transfer.
+        interval_s: pause after an attempt in which nobody took anything, in seconds.
+    """
+
+    ahead: float = 0.125
+    max_bytes_per_s: float = 100e6
+    blocks_a_move: int = 16
+    interval_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ahead <= 1:
+            raise ConfigError("moves.ahead", f"{self.ahead} is no share of a pool")
+        if not 0 <= self.max_bytes_per_s < float("inf"):
+            raise ConfigError("moves.max_bytes_per_s", f"{self.max_bytes_per_s} is below 0")
+        if self.blocks_a_move < 1:
+            raise ConfigError("moves.blocks_a_move", f"{self.blocks_a_move} is below 1")
+        if not 0 < self.interval_s < float("inf"):
+            raise ConfigError("moves.interval_s", f"{self.interval_s} is not above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One worker's engine.
 
@@ -207,6 +235,7 @@ class EngineConfig:
         parked: how sessions' states are kept.
         leases: what is kept while tools run.
         disk: where block KV outlives the worker.
+        moves: how last copies of blocks go to other workers.
     """
 
     max_batched_tokens: int = 512
@@ -224,6 +253,7 @@ class EngineConfig:
     parked: ParkConfig = field(default_factory=ParkConfig)
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    moves: MoveConfig = field(default_factory=MoveConfig)
 
     def __post_init__(self) -> None:
         for name in (

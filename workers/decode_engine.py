@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.address import WorkerAddress
-from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
+from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKeepers, Room
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.departure import Adopt, Departure, Tell
 from ripresa.workers.engine import EngineCore
@@ -94,6 +94,7 @@ class DecodeEngine:
         clock: seconds since the epoch.
         listener: hears of what the cache holds.
         peers: the way to other workers' caches; None for a worker that reaches none.
+        find_keepers: asks who should keep what this worker has to evict; None if nobody knows.
     """
 
     def __init__(
@@ -104,11 +105,14 @@ class DecodeEngine:
         clock: Callable[[], float] = time.time,
         listener: CacheListener | None = None,
         peers: PeerAccess | None = None,
+        find_keepers: FindKeepers | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
-        self._core = EngineCore(WorkerRole.DECODE, runner, config, clock, listener, peers)
+        self._core = EngineCore(
+            WorkerRole.DECODE, runner, config, clock, listener, peers, find_keepers
+        )
         self._streams: dict[Job, _Stream] = {}
 
     async def start(self) -> None:
@@ -189,6 +193,10 @@ class DecodeEngine:
     def advise(self, advice: CopyAdvice) -> None:
         """See `EngineCore.advise`."""
         self._core.advise(advice)
+
+    def room(self) -> Room | None:
+        """See `EngineCore.room`."""
+        return self._core.room()
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -56,9 +56,11 @@ class DecodeWorker:
             settings.engine,
             listener=self._announcer,
             peers=self._transfers.peers,
+            find_keepers=self._announcer.find_keepers,
         )
         self._transfers.receive(self._engine.exchange, self._engine)
         self._announcer.advise(self._engine.advise)
+        self._announcer.describe(self._engine.room)
         tell = tell_moves_to(controller)
         self._departure = self._engine.departure(own, others.adopt, tell)
         await self._announcer.start()

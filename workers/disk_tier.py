@@ -116,6 +116,11 @@ class DiskTier:
         )
         return [block for block, is_held in zip(blocks, held, strict=True) if not is_held]
 
+    async def holds(self, identities: Sequence[BlockIdentity]) -> Sequence[bool]:
+        """Which blocks the store has; none of them if it does not answer in time."""
+        held = await self._read(lambda: [self._store.contains(each) for each in identities])
+        return [False] * len(identities) if held is None else held
+
     def keep(self, blocks: Sequence[PublishedBlock], used_at: float) -> None:
         """Copy blocks and queue them. Called in the step thread, while their pages are held.
 

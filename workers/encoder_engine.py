@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
-from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice
+from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKeepers, Room
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.departure import Adopt, Departure, Tell
 from ripresa.workers.engine import EngineCore
@@ -131,6 +131,7 @@ class EncoderEngine:
         clock: seconds since the epoch.
         listener: hears of what the cache holds.
         peers: the way to other workers' caches; None for a worker that reaches none.
+        find_keepers: asks who should keep what this worker has to evict; None if nobody knows.
     """
 
     def __init__(
@@ -142,13 +143,16 @@ class EncoderEngine:
         clock: Callable[[], float] = time.time,
         listener: CacheListener | None = None,
         peers: PeerAccess | None = None,
+        find_keepers: FindKeepers | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._backend = backend
         self._max_section_blocks = config.transfer.max_section_blocks
         self._window_period = config.transfer.hand_over_window_blocks * runner.window
-        self._core = EngineCore(WorkerRole.ENCODER, runner, config, clock, listener, peers)
+        self._core = EngineCore(
+            WorkerRole.ENCODER, runner, config, clock, listener, peers, find_keepers
+        )
 
     async def start(self) -> None:
         """Begin to run steps. Raises RipresaError (FAILED_PRECONDITION) the second time."""
@@ -201,6 +205,10 @@ class EncoderEngine:
     def advise(self, advice: CopyAdvice) -> None:
         """See `EngineCore.advise`."""
         self._core.advise(advice)
+
+    def room(self) -> Room | None:
+        """See `EngineCore.room`."""
+        return self._core.room()
 
     def stats(self) -> EngineStats:
         return self._core.stats()

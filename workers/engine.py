@@ -20,12 +20,22 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ripresa.workers.address import WorkerKind
+from ripresa.workers.block_moves import BlockGiving
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_pool import BlockPool, SlotPool
 from ripresa.workers.cache.block_record import BlockPublished, CacheEvent, PublishedBlock
 from ripresa.workers.cache.block_table import PageLoan, PagePool
-from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, HeldKind, Tier, Unheard
+from ripresa.workers.cache.cache_events import (
+    CacheListener,
+    CopyAdvice,
+    FindKeepers,
+    HeldKind,
+    Room,
+    Tier,
+    Unheard,
+)
 from ripresa.workers.cache.parked_states import ParkedSession
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
@@ -75,6 +85,7 @@ class EngineCore:
         clock: seconds since the epoch, as request deadlines are.
         listener: hears of what the cache holds, and of claims that this worker computes for.
         peers: the way to other workers' caches; None for a worker that reaches none.
+        find_keepers: asks who should keep what this worker has to evict; None if nobody knows.
 
     A step that raises fails its requests with INTERNAL. The engine lives on, unless the runner
     raises `Unavailable`: then it can run no further step, and everything fails with that error.
@@ -88,6 +99,7 @@ class EngineCore:
         clock: Callable[[], float],
         listener: CacheListener | None = None,
         peers: PeerAccess | None = None,
+        find_keepers: FindKeepers | None = None,
     ) -> None:
         if config.max_num_seqs > runner.num_slots:
             raise ConfigError(
@@ -98,6 +110,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._listener: CacheListener = listener or Unheard()
+        self._giving: BlockGiving | None = None
         blocks = BlockCache(
             BlockPool(runner.num_blocks),
             runner.window,
@@ -144,7 +157,11 @@ class EngineCore:
             live=self,
             peers=peers,
             places=() if self._disk is None else (self._disk,),
+            moves=config.moves,
+            find_keepers=find_keepers,
+            stored=None if self._disk is None else self._disk.holds,
         )
+        self._giving = self.exchange.giving
         self._role = role
         self._tails = TailBudget(
             config.transfer.max_tail_bytes, runner.rows_bytes(1), runner.geometry
@@ -169,6 +186,8 @@ class EngineCore:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "an engine starts only once")
         self._refusal = None
         self._task = asyncio.create_task(self._run(), name="engine-steps")
+        if self._giving is not None:
+            self._giving.start()
 
     async def stop(self) -> None:
         """Fail every request with UNAVAILABLE, wait for the running step, free everything."""
@@ -441,14 +460,19 @@ class EngineCore:
                 return None
             await hold.ended.wait()
 
-    async def read_blocks(self, chain: tuple[BlockIdentity, ...]) -> torch.Tensor:
+    async def read_blocks(
+        self, chain: tuple[BlockIdentity, ...], *, is_use: bool = True
+    ) -> torch.Tensor:
         """Published blocks as uint8, read in the step thread.
 
         They stay until that is done, even if the caller is cancelled meanwhile.
 
+        Args:
+            is_use: False if they should stay as old as they are.
+
         Raises RipresaError: NOT_FOUND; one of them is gone.
         """
-        loan = self._pages.borrow(chain)
+        loan = self._pages.borrow(chain, is_use=is_use)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._thread, self._runner.export_blocks, loan.blocks)
         future.add_done_callback(lambda _: loan.end())
@@ -484,14 +508,23 @@ class EngineCore:
             await self._disk.flush()
 
     def advise(self, advice: CopyAdvice) -> None:
-        """Let blocks that other workers hold too make room before all others."""
+        """Let blocks that other workers keep make room before all others."""
         blocks = self._prefixes.blocks
         if advice.is_new:
             blocks.forget_copies()
         for identity in advice.copied:
             blocks.mark_copy(identity, is_copy=True)
-        for identity in advice.sole:
+        for identity in advice.kept:
             blocks.mark_copy(identity, is_copy=False)
+
+    def room(self) -> Room | None:
+        """What this worker would lose by keeping blocks that others have to evict.
+
+        None while it leaves: it keeps none.
+        """
+        if self._is_leaving:
+            return None
+        return Room(WorkerKind(self._role), self._prefixes.blocks.room_age_s)
 
     def stats(self) -> EngineStats:
         rows = self._scheduler.counters
@@ -514,6 +547,7 @@ class EngineCore:
             num_parked=self._scheduler.num_parked,
             num_preemptions=self._scheduler.num_preemptions,
             pulls=self.exchange.counters,
+            moves=self.exchange.move_counters,
             rates=self._rates.rates,
             disk=None if self._disk is None else self._disk.stats(),
             num_sessions=len(self.sessions()),
@@ -690,7 +724,8 @@ class EngineCore:
             self._disk.skip(len(published))
             return
         # A loan and not the request's own pages: its slot and id are free when it is over.
-        loan = self._pages.borrow([block.record.identity for block in published])
+        chain = [block.record.identity for block in published]
+        loan = self._pages.borrow(chain, is_use=False)
         task = asyncio.create_task(self._keep(self._disk, published, loan, job.prefix.opened_at))
         self._keeping.add(task)
         task.add_done_callback(self._keeping.discard)
@@ -750,6 +785,8 @@ class EngineCore:
 
     def _tell_listener(self, event: CacheEvent) -> None:
         record = event.record
+        if self._giving is not None:
+            self._giving.filled()
         if isinstance(event, BlockPublished):
             self._listener.held(record.identity, record.origin, HeldKind.BLOCK, Tier.DEVICE)
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ripresa.workers.block_moves import BlockGiving, BlockKeeping, Stored
 from ripresa.workers.cache.block_table import PagePool
-from ripresa.workers.config import TransferConfig
+from ripresa.workers.cache.cache_events import FindKeepers
+from ripresa.workers.config import MoveConfig, TransferConfig
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_cache import PrefixCache
@@ -13,13 +15,13 @@ from ripresa.workers.prefix_place import PrefixPlace
 from ripresa.workers.prefix_pulls import PeerAccess, PeerPulls
 from ripresa.workers.prefix_serving import LiveState, PrefixServing
 from ripresa.workers.prefix_supply import PrefixSupply
-from ripresa.workers.request import PullCounters
+from ripresa.workers.request import MoveCounters, PullCounters
 from ripresa.workers.transfer.base import AnyManifest, EndPull, Manifest, Pull, Sink
 from ripresa.workers.transfer.sinks import SinkByManifest
 
 
 class PrefixExchange:
-    """Brings cached state before requests are admitted, and sends what others pull.
+    """Brings cached state before requests are admitted, sends what others pull, moves last copies.
 
     Args:
         prefixes, pages: the worker's local cache.
@@ -29,9 +31,13 @@ class PrefixExchange:
         live: what the engine runs.
         peers: the way to other workers; None for a worker that reaches none.
         places: where else cached blocks are, before peers are asked.
+        moves: how last copies go to other workers.
+        find_keepers: asks who should keep them; None if nobody knows.
+        stored: which blocks need no other worker; None if they all do.
 
     Attributes:
         supply: what is brought for requests.
+        giving: what other workers keep instead of this one; None for a worker that reaches none.
     """
 
     def __init__(
@@ -44,9 +50,28 @@ class PrefixExchange:
         live: LiveState,
         peers: PeerAccess | None,
         places: Sequence[PrefixPlace] = (),
+        moves: MoveConfig | None = None,
+        find_keepers: FindKeepers | None = None,
+        stored: Stored | None = None,
     ) -> None:
         self._pulls = None if peers is None else PeerPulls(peers, runner)
         self._serving = None if peers is None else PrefixServing(prefixes, live, peers, config)
+        self._keeping = BlockKeeping(prefixes.blocks, pages, runner)
+        self.giving = (
+            None
+            if peers is None
+            else BlockGiving(
+                peers.own.worker_id,
+                prefixes.blocks,
+                pages.num_blocks,
+                peers.backend,
+                runner,
+                moves or MoveConfig(),
+                live,
+                find_keepers,
+                stored,
+            )
+        )
         self.supply = PrefixSupply(
             pages,
             prefixes,
@@ -69,7 +94,7 @@ class PrefixExchange:
         """
         if self._pulls is None:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "this worker was given no peers")
-        return SinkByManifest(self._pulls, hand_overs)
+        return SinkByManifest(self._pulls, self._keeping, hand_overs)
 
     def connect(self, abandon: Callable[[str, str], None]) -> None:
         """See `PeerPulls.connect`."""
@@ -99,14 +124,32 @@ class PrefixExchange:
             sent_bytes=self._serving.num_bytes,
         )
 
+    @property
+    def move_counters(self) -> MoveCounters:
+        """What became of last copies so far."""
+        giving = self.giving
+        if giving is None:
+            return MoveCounters()
+        return MoveCounters(
+            num_moved=giving.num_moved,
+            num_refused=giving.num_refused,
+            num_late=giving.num_late,
+            num_taken=self._keeping.num_taken,
+            sent_bytes=giving.num_bytes,
+        )
+
     async def drain(self) -> None:
         """Wait until pulls that are answered, and words that none is wanted, have ended."""
         if self._pulls is not None and self._serving is not None:
             await self._pulls.drain()
             await self._serving.drain()
+        if self.giving is not None:
+            await self.giving.drain()
 
     async def close(self, error: RipresaError) -> None:
         """Give up what is brought, by `error`, and what is sent. Idempotent."""
+        if self.giving is not None:
+            await self.giving.close()
         self.supply.abort_all(error)
         await self.supply.ended()
         if self._serving is not None:

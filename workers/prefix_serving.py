@@ -40,8 +40,14 @@ _MAX_REMEMBERED = 1024
 class LiveState(Protocol):
     """What an engine knows of its pages and requests."""
 
-    async def read_blocks(self, chain: tuple[BlockIdentity, ...]) -> torch.Tensor:
-        """Published blocks as uint8; raises RipresaError (NOT_FOUND) if one is gone."""
+    async def read_blocks(
+        self, chain: tuple[BlockIdentity, ...], *, is_use: bool = True
+    ) -> torch.Tensor:
+        """Published blocks as uint8; raises RipresaError (NOT_FOUND) if one is gone.
+
+        Args:
+            is_use: False if they should stay as old as they are.
+        """
 
     async def leader(self, name: str) -> Job | None:
         """The request of this id or claim, once it is admitted; None if it does not run here."""

@@ -286,6 +286,25 @@ class LeaseCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveCounters:
+    """What became of last copies that a worker had to evict so far, in blocks.
+
+    Attributes:
+        num_moved: another worker keeps them.
+        num_refused: the worker that was to keep them had no older ones.
+        num_late: they were gone, or the transfer broke, before they had reached it.
+        num_taken: of other workers, that this one keeps.
+        sent_bytes: payload.
+    """
+
+    num_moved: int = 0
+    num_refused: int = 0
+    num_late: int = 0
+    num_taken: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A worker's load and work so far.
 
@@ -304,6 +323,7 @@ class EngineStats:
         rates: how fast it computes.
         disk: what it did with the disk tier; None without one.
         pulls: what went to and came from peers' caches.
+        moves: last copies that other workers keep.
         leases: what is kept for sessions whose tools run.
         num_sessions: sessions whose states are parked.
     """
@@ -323,5 +343,6 @@ class EngineStats:
     rates: Rates = field(default_factory=Rates)
     disk: StoreStats | None = None
     pulls: PullCounters = field(default_factory=PullCounters)
+    moves: MoveCounters = field(default_factory=MoveCounters)
     leases: LeaseCounters = field(default_factory=LeaseCounters)
     num_sessions: int = 0

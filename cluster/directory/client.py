@@ -11,7 +11,9 @@ from ray.exceptions import ActorDiedError, RayError
 
 from ripresa.cluster.directory.events import Answer, Lookup, PlanByLoad, Receipt, Reply, Report
 from ripresa.cluster.directory.index import shard_of
-from ripresa.cluster.directory.publisher import Send
+from ripresa.cluster.directory.publisher import Ask, Send
+from ripresa.workers.address import WorkerAddress
+from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import ReplayMode
@@ -60,6 +62,17 @@ class DirectoryActors:
             return reply
 
         return send
+
+    def ask_for(self, worker: str, shard: int) -> Ask:
+        """Carries a worker's questions to one shard."""
+
+        async def ask(blocks: Sequence[Unkept]) -> Sequence[WorkerAddress | None]:
+            found: Sequence[WorkerAddress | None] = await self.call(
+                shard, "find_keepers", worker, blocks
+            )
+            return found
+
+        return ask
 
     def _reconnect(self) -> None:
         if self._connecting is None or self._connecting.done():

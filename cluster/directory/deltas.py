@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from ripresa.cluster.directory.chains import ANYONE
 from ripresa.cluster.directory.events import Epoch, Holder, Refused, Report, SendAll, Standing
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.cache_events import CopyAdvice
+from ripresa.workers.cache.cache_events import CopyAdvice, Room
 
 MAX_FENCES = 100_000
 """Workers whose dead incarnations are remembered; a forgotten one still cannot come back without
@@ -46,7 +46,7 @@ class CopyNews:
         self._is_new = True
 
     def tell(self, identity: BlockIdentity, *, is_copied: bool) -> None:
-        """Others hold the block too, or nobody else does any more."""
+        """Another worker keeps the block, or this one does."""
         if len(self._is_copied) >= MAX_COPY_NEWS:
             self.forget()
         self._is_copied[identity] = is_copied
@@ -74,7 +74,8 @@ class Session:
         is_complete: all that it holds has been sent.
         heard_at: when the last report counted; before the first one, when it was first met.
         num_drifted_blocks: wrong entries that receipts found in this epoch.
-        copies: changes of what others hold of its blocks, that it has not been told.
+        copies: changes of who keeps its blocks, that it has not been told.
+        room: what it last said of its room, when `heard_at`.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Session:
         "is_complete",
         "num_drifted_blocks",
         "num_reports",
+        "room",
         "worker",
     )
 
@@ -96,6 +98,7 @@ class Session:
         self.bit = bit
         self.heard_at = now
         self.copies = CopyNews()
+        self.room: Room | None = None
         self.holder = Holder(worker, incarnation, Standing.CATCHING_UP)
         self.demand(epoch)
 
@@ -173,6 +176,7 @@ class DeltaStreams:
         if now - session.heard_at >= self._late_s:
             self._trusted_until = float("-inf")
         session.heard_at = now
+        session.room = report.room
         return session
 
     def demand(self, session: Session) -> SendAll:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ripresa.workers.cache.cache_events import CopyAdvice
+from ripresa.workers.cache.cache_events import CopyAdvice, Room
 from ripresa.workers.cache.cache_events import HeldKind as HeldKind
 from ripresa.workers.cache.cache_events import Tier as Tier
 
@@ -75,6 +75,7 @@ class Report:
         is_complete: False while more parts of what number 0 began are to follow.
         leading: requests whose missing blocks this worker is computing.
         ended: requests that it led and does not lead any more, finished or not.
+        room: for blocks that other workers have to evict; None while it takes none.
     """
 
     worker: str
@@ -85,6 +86,7 @@ class Report:
     is_complete: bool = True
     leading: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
+    room: Room | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Accepted:
 
     Attributes:
         not_leading: requests of `leading` that hold no claim (any more).
-        advice: what others hold of the worker's blocks, as far as it has changed.
+        advice: which of the worker's blocks others keep, as far as it has changed.
     """
 
     not_leading: tuple[str, ...] = ()

@@ -37,7 +37,10 @@ from ripresa.cluster.directory.events import (
 from ripresa.cluster.directory.holdings import Holdings, HoldingsTable, Row
 from ripresa.cluster.directory.prefix_memory import Node, PrefixMemory
 from ripresa.cluster.directory.single_flight import SingleFlight
+from ripresa.cluster.placement import keeping_worker
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.replay import ReplayMode
 
 SWEPT_PER_REPORT = 2_000
@@ -274,6 +277,32 @@ class PrefixIndex:
             counts.append(chains.get(tuple(x for x in restarts if x < stop), 0).bit_count())
         return counts
 
+    def find_keepers(
+        self, worker: str, blocks: Sequence[Unkept], now: float
+    ) -> list[WorkerAddress | None]:
+        """Who should keep each of these blocks, which `worker` is about to evict.
+
+        None where nobody's next block to go is older, or another worker holds the block anyway.
+        """
+        self._expire(now)
+        trusted = self._streams.trusted(now)
+        others = {
+            session.worker: (session.room.kind, session.room.age_s + now - session.heard_at)
+            for session in self._streams
+            if session.room is not None and session.bit & trusted and session.worker != worker
+        }
+        own = next((s.bit for s in self._streams if s.worker == worker), 0)
+        found: list[WorkerAddress | None] = []
+        for block in blocks:
+            ages = {name: age for name, (_, age) in others.items()}
+            keeper = keeping_worker(worker, {**ages, worker: block.age_s})
+            node = self._memory.find(block.identity.hash)
+            holders = 0 if node is None else _mask(node.holdings, block.identity.restarts)
+            is_last = not holders & trusted & ~own
+            is_moved = is_last and keeper != worker
+            found.append(WorkerAddress(keeper, others[keeper][0]) if is_moved else None)
+        return found
+
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless the parts agree."""
         self._memory.check_integrity()
@@ -333,15 +362,14 @@ class PrefixIndex:
                 node.holdings = self._table.add(before, row, session.bit)
                 parent = block_hash
                 if run.kind is HeldKind.BLOCK:
-                    if node.holdings is not before and _mask(before, run.restarts) & ~session.bit:
-                        identity = BlockIdentity(block_hash, run.restarts)
-                        session.copies.tell(identity, is_copied=True)
+                    self._tell_keepers(session, BlockIdentity(block_hash, run.restarts), node)
                     self._flight.computed(block_hash, run.restarts)
             else:
                 found = self._memory.find(block_hash)
                 if found is not None:
                     self._remove(session, row, found)
-                    self._tell_last_holder(row, found)
+                    if run.kind is HeldKind.BLOCK:
+                        self._tell_next_keeper(session, row, found)
 
     def _drop(self, session: Session, kind: HeldKind, block_hash: bytes, restarts: Lineage) -> bool:
         """Remove an entry in every tier; whether there was one."""
@@ -359,12 +387,23 @@ class PrefixIndex:
             node.holdings = left
             self._memory.prune(node)
 
-    def _tell_last_holder(self, row: Row, node: Node) -> None:
-        """Whoever is left alone with a block should not let it go as a copy."""
+    def _tell_keepers(self, session: Session, identity: BlockIdentity, node: Node) -> None:
+        """Whoever spoke last of a block keeps it; what the others hold are copies."""
+        others = _mask(node.holdings, identity.restarts) & ~session.bit
+        if others:
+            session.copies.tell(identity, is_copied=False)
+            for other in self._sessions_of(others & node.keepers):
+                other.copies.tell(identity, is_copied=True)
+        node.keepers = (node.keepers & ~others) | session.bit
+
+    def _tell_next_keeper(self, session: Session, row: Row, node: Node) -> None:
+        """A block that its keeper has let go is kept by another one of its holders."""
+        node.keepers &= ~session.bit
         mask = _mask(node.holdings, row.restarts)
-        if row.kind is HeldKind.BLOCK and mask and mask & (mask - 1) == 0:
-            identity = BlockIdentity(node.hash, row.restarts)
-            self._streams.by_bit(mask).copies.tell(identity, is_copied=False)
+        if mask and not mask & node.keepers:
+            keeper = self._streams.by_bit(mask & -mask)
+            keeper.copies.tell(BlockIdentity(node.hash, row.restarts), is_copied=False)
+            node.keepers |= keeper.bit
 
     def _expire(self, now: float) -> None:
         for session in self._streams.lapsed(now):

@@ -76,6 +76,7 @@ class DirectoryLink:
             FIRST_INCARNATION,
             sends,
             go_on_as,
+            asks=[actors.ask_for(worker_id, shard) for shard in range(self.num_shards)],
             heartbeat_s=min(0.3, 0.3 * self.settings.late_s, 0.3 * self.settings.claim_s),
         )
         return publisher

@@ -24,7 +24,7 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.cache_events import Origin
+from ripresa.workers.cache.cache_events import Origin, Room
 
 
 class Item(NamedTuple):
@@ -100,9 +100,13 @@ class Outbox:
             self._ended += (request,)
             self._is_urgent = True
 
-    def next_report(self) -> Report:
+    def next_report(self, room: Room | None = None) -> Report:
         """The report to send now: an empty one is a sign of life. Until a reply to it is taken,
-        the same one."""
+        the same one.
+
+        Args:
+            room: for blocks that others have to evict.
+        """
         if self._report is None:
             is_complete = True
             if self._snapshot is not None:
@@ -123,6 +127,7 @@ class Outbox:
                 is_complete,
                 tuple(self._led),
                 self._ended,
+                room,
             )
             self._ended = ()
             self._is_urgent = False

@@ -16,6 +16,8 @@ import ray
 
 from ripresa.cluster.directory.events import Answer, Holder, Lookup, Receipt, Reply, Report
 from ripresa.cluster.directory.index import DirectoryCounters, DirectorySettings, PrefixIndex
+from ripresa.workers.address import WorkerAddress
+from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.replay import ReplayMode
 
 ACTOR_NAME = "ripresa-prefix-directory"
@@ -79,6 +81,11 @@ class PrefixDirectory:
 
     async def num_copies(self, hashes: Sequence[bytes], restarts: tuple[int, ...]) -> list[int]:
         return self._index.num_copies(hashes, restarts, time.monotonic())
+
+    async def find_keepers(
+        self, worker: str, blocks: Sequence[Unkept]
+    ) -> list[WorkerAddress | None]:
+        return self._index.find_keepers(worker, blocks, time.monotonic())
 
     def _tell_followers(self) -> None:
         """Whoever waits for the place of a leader looks again."""

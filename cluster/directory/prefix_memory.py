@@ -22,9 +22,10 @@ class Node:
     Attributes:
         parent: the block before it, if it was remembered when this one came.
         used: when it was last the end of what a lookup found; counted, not timed.
+        keepers: bits of those holders that were not told that theirs is a copy.
     """
 
-    __slots__ = ("hash", "holdings", "num_children", "parent", "tenant", "used")
+    __slots__ = ("hash", "holdings", "keepers", "num_children", "parent", "tenant", "used")
 
     def __init__(
         self, block_hash: bytes, holdings: Holdings, tenant: str, parent: Node | None, used: int
@@ -35,6 +36,7 @@ class Node:
         self.parent = parent
         self.num_children = 0
         self.used = used
+        self.keepers = 0
 
 
 class _Tenant:

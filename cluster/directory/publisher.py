@@ -13,11 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from ripresa.cluster.directory.events import Accepted, HeldKind, Refused, Reply, Report, Tier
 from ripresa.cluster.directory.index import shard_of
 from ripresa.cluster.directory.outbox import Item, Outbox
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.cache_events import CopyAdvice, Origin
-from ripresa.workers.errors import RipresaError
+from ripresa.workers.cache.cache_events import CopyAdvice, Origin, Room, Unkept
+from ripresa.workers.errors import RipresaError, Unavailable
 
 logger = logging.getLogger(__name__)
+
+Ask = Callable[[Sequence[Unkept]], Awaitable[Sequence[WorkerAddress | None]]]
+"""Asks one shard who should keep blocks of its; see `FindKeepers`."""
 
 Send = Callable[[Report], Awaitable[Reply]]
 """Carries a report to one shard. Raises RipresaError if it did not arrive, or may not have."""
@@ -28,6 +32,7 @@ class DirectoryPublisher:
 
     Args:
         sends: one a shard, in order.
+        asks: the same for questions; nobody is named without them.
         on_refused: an incarnation was refused; the lowest one that would not be. Nothing is sent
             until `restart`.
         interval_s: changes wait so long for others to join them.
@@ -41,6 +46,7 @@ class DirectoryPublisher:
         incarnation: int,
         sends: Sequence[Send],
         on_refused: Callable[[int], None],
+        asks: Sequence[Ask] = (),
         interval_s: float = 0.05,
         heartbeat_s: float = 0.3,
         timeout_s: float = 1.0,
@@ -52,10 +58,31 @@ class DirectoryPublisher:
         self._timeout_s = timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._take_advice: Callable[[CopyAdvice], None] = lambda advice: None
+        self._asks = asks
+        self._room: Callable[[], Room | None] = lambda: None
 
     def advise(self, take: Callable[[CopyAdvice], None]) -> None:
-        """From now on tell `take` what others hold of what was told."""
+        """From now on tell `take` what others keep of what was told."""
         self._take_advice = take
+
+    def describe(self, room: Callable[[], Room | None]) -> None:
+        """From now on ask `room` for what goes with every report."""
+        self._room = room
+
+    async def find_keepers(self, blocks: Sequence[Unkept]) -> Sequence[WorkerAddress | None]:
+        """See `FindKeepers`; each block's shard is asked."""
+        found: dict[BlockIdentity, WorkerAddress | None] = {}
+        for number, ask in enumerate(self._asks):
+            part = [b for b in blocks if shard_of(b.origin.first, len(self._asks)) == number]
+            if not part:
+                continue
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    keepers = await ask(part)
+            except TimeoutError as error:
+                raise Unavailable("the prefix directory did not say who keeps a block") from error
+            found.update(zip((block.identity for block in part), keepers, strict=True))
+        return [found.get(block.identity) for block in blocks]
 
     def held(
         self,
@@ -128,7 +155,7 @@ class DirectoryPublisher:
         while True:
             await self._until_due(shard, sent_at)
             sent_at = clock()
-            report = shard.outbox.next_report()
+            report = shard.outbox.next_report(self._room())
             shard.is_sending = True
             try:
                 async with asyncio.timeout(self._timeout_s):

@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ripresa.cluster.observability.worker_totals import (
     DiskTotals,
     LeaseTotals,
+    MoveTotals,
     PullTotals,
     held_bytes,
 )
@@ -257,6 +258,20 @@ DECODER_ROWS = Series(
     labels=(("phase", tuple(Phase)),),
 )
 
+MOVE_OUTCOMES = ("moved", "refused", "late")
+MOVED_BLOCKS = Series(
+    "ripresa_moved_blocks_total",
+    Kind.COUNTER,
+    "Last copies that workers had to evict: another one keeps them, had nothing older, or got them "
+    "too late. Every gateway tells it of all workers: take the largest, not the sum.",
+    labels=(("outcome", MOVE_OUTCOMES),),
+)
+MOVED_BYTES = Series(
+    "ripresa_moved_block_bytes_total",
+    Kind.COUNTER,
+    "Bytes of last copies that workers sent to others, likewise of all workers.",
+)
+
 DISK_BLOCKS = Series(
     "ripresa_disk_blocks_total",
     Kind.COUNTER,
@@ -355,6 +370,8 @@ SERIES = (
     DISK_USED_BYTES,
     PEER_PULLS,
     PEER_PULL_BYTES,
+    MOVED_BLOCKS,
+    MOVED_BYTES,
     TENANT_RUNNING,
     TENANT_TOKENS,
     TENANT_REFUSALS,
@@ -402,6 +419,7 @@ class GatewayMetrics:
         self._disks = DiskTotals()
         self._pulls = PullTotals()
         self._leases = LeaseTotals()
+        self._moves = MoveTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
@@ -452,6 +470,7 @@ class GatewayMetrics:
         self._count_disks()
         self._count_pulls()
         self._count_leases()
+        self._count_moves()
         return generate_latest(self.registry)
 
     def _count_disks(self) -> None:
@@ -479,6 +498,13 @@ class GatewayMetrics:
             self.counter(LEASES).labels(outcome).inc(count)
         pinned = sum(r.stats.leases.num_pinned_blocks * r.block_bytes for r in reports)
         self.gauge(LEASE_PINNED_BYTES).set(pinned)
+
+    def _count_moves(self) -> None:
+        """Bring the series of what workers keep for each other up to date."""
+        added = self._moves.take(self._workers())
+        for outcome in MOVE_OUTCOMES:
+            self.counter(MOVED_BLOCKS).labels(outcome).inc(added[f"num_{outcome}"])
+        self.counter(MOVED_BYTES).inc(added["sent_bytes"])
 
     def _register(self, series: Series) -> None:
         names = [name for name, _ in series.labels]

@@ -11,7 +11,7 @@ from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.report import WorkerReport
-from ripresa.workers.request import PullCounters
+from ripresa.workers.request import MoveCounters, PullCounters
 
 
 class DiskTotals:
@@ -71,6 +71,24 @@ class LeaseTotals:
             self._newest[report.worker_id] = now
             for outcome, count in now.items():
                 added[outcome] += max(0, count - before.get(outcome, 0))
+        return added
+
+
+class MoveTotals:
+    """What the workers kept for each other, summed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, MoveCounters] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> dict[str, int]:
+        """What was added since the last call, by field of `MoveCounters`."""
+        added = dict.fromkeys(MoveCounters.__dataclass_fields__, 0)
+        for report in reports:
+            now = report.stats.moves
+            before = self._newest.get(report.worker_id, MoveCounters())
+            self._newest[report.worker_id] = now
+            for name in added:
+                added[name] += max(0, getattr(now, name) - getattr(before, name))
         return added
 
 

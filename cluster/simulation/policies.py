@@ -26,13 +26,13 @@ from ripresa.cluster.directory.events import (
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
 from ripresa.cluster.placement import computing_worker, keeping_worker
 from ripresa.cluster.simulation.arrivals import BlockTree, Prompt
-from ripresa.cluster.simulation.worker_memory import WorkerMemory
+from ripresa.cluster.simulation.worker_memory import Evicted, WorkerMemory
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.replay_planner import plan_prefill
 from ripresa.workers.replay_query import PrefillQuery, ReplayGeometry
 
-PLACED_TOGETHER = 64
-"""New blocks of a prompt for which a keeper is chosen at once."""
+MOVED_TOGETHER = 64
+"""Blocks that make room for which a keeper is chosen at once."""
 
 
 class Policy(Protocol):
@@ -42,13 +42,15 @@ class Policy(Protocol):
         name: for the table.
         work: uncached tokens by worker.
         num_reused_tokens: of all prompts so far.
-        num_pulled_tokens: those of them that another worker kept.
+        num_pulled_tokens: those of them that another worker held.
+        num_moved_tokens: of blocks that went to another worker instead of going away.
     """
 
     name: str
     work: dict[str, int]
     num_reused_tokens: int
     num_pulled_tokens: int
+    num_moved_tokens: int
 
     def serve(self, prompt: Prompt) -> None: ...
 
@@ -61,6 +63,7 @@ class _Ledger:
         self.work = dict.fromkeys(workers, 0)
         self.num_reused_tokens = 0
         self.num_pulled_tokens = 0
+        self.num_moved_tokens = 0
         self._geometry = geometry
 
     def book(self, worker: str, prompt: Prompt, num_held: int) -> None:
@@ -119,12 +122,8 @@ class LocalCaches(_Ledger):
 class DirectoryPolicy(_Ledger):
     """The real prefix index, fed by reports, with the cluster's own routing and placement.
 
-    A computing worker pulls what it lacks. Its new blocks are kept where the placement rule says.
-
-    Args:
-        keeps_copies: what was pulled, and new blocks that another worker keeps, stay as working
-            copies, which take room and are the first to go. Otherwise they are gone with the
-            prompt, as if room for running prompts were apart.
+    A computing worker pulls what it lacks; copies take room like everything else. What a worker
+    has to evict moves where the placement rule says; a move is never late.
     """
 
     def __init__(
@@ -134,8 +133,6 @@ class DirectoryPolicy(_Ledger):
         capacity_blocks: int,
         geometry: ReplayGeometry,
         tree: BlockTree,
-        *,
-        keeps_copies: bool = False,
     ) -> None:
         super().__init__(name, workers, geometry)
         settings = DirectorySettings(
@@ -145,9 +142,11 @@ class DirectoryPolicy(_Ledger):
         )
         self._index = PrefixIndex(settings, "simulation")
         self._tree = tree
-        self._keeps_copies = keeps_copies
         self._memories = {worker: WorkerMemory(capacity_blocks) for worker in workers}
-        self._voices = {worker: _Voice(worker, self._index, tree.hashes) for worker in workers}
+        self._voices = {
+            worker: _Voice(worker, self._index, tree.hashes, memory)
+            for worker, memory in self._memories.items()
+        }
 
     def serve(self, prompt: Prompt) -> None:
         blocks = prompt.blocks[: min(m.capacity_blocks for m in self._memories.values())]
@@ -155,23 +154,15 @@ class DirectoryPolicy(_Ledger):
         found = self._index.lookup(hashes, 0.0)
         num_found = max((chain.num_blocks for chain in found.chains), default=0)
         held: dict[str, list[int]] = {}
-        kept: dict[str, list[int]] = {}
         for stretch in found.stretches:
-            part = blocks[stretch.start : stretch.stop]
-            holders = [holding.worker for holding in stretch.holdings]
-            for holder in holders:
-                held.setdefault(holder, []).extend(part)
-            if len(holders) == 1:
-                kept.setdefault(holders[0], []).extend(part)
-                continue
-            for block in part:
-                keeper = next((h for h in holders if self._memories[h].keeps(block)), holders[0])
-                kept.setdefault(keeper, []).append(block)
+            for holding in stretch.holdings:
+                part = blocks[stretch.start : stretch.stop]
+                held.setdefault(holding.worker, []).extend(part)
         worker = computing_worker(
             {holder: len(theirs) for holder, theirs in held.items()}, self.work
         )
         self.book(worker, prompt, num_found)
-        self._compute(worker, prompt.at_s, blocks, num_found, held.get(worker, []), kept)
+        self._compute(worker, prompt.at_s, blocks, num_found, held)
         for voice in self._voices.values():
             voice.report()
 
@@ -181,50 +172,64 @@ class DirectoryPolicy(_Ledger):
         at_s: float,
         blocks: Sequence[int],
         num_found: int,
-        own: Sequence[int],
-        kept: dict[str, list[int]],
+        held: dict[str, list[int]],
     ) -> None:
-        new, copies = blocks[num_found:], self._keeps_copies
-        memory = self._memories[worker]
-        for keeper, theirs in kept.items():
-            self._memories[keeper].take(theirs)
-        kept_here = set(kept.get(worker, ()))
-        copies_held = [block for block in own if block not in kept_here]
-        memory.take(copies_held)
+        memory, own = self._memories[worker], held.pop(worker, [])
         here = set(own)
         pulled = [block for block in blocks[:num_found] if block not in here]
         self.num_pulled_tokens += len(pulled) * self._geometry.window
-        if copies:
-            self._make_room(worker, len(pulled) + len(new))
-        for start in range(0, len(new), PLACED_TOGETHER):
-            part = new[start : start + PLACED_TOGETHER]
-            ages = {name: at_s - other.oldest for name, other in self._memories.items()}
-            keeper = keeping_worker(worker, ages)
-            if keeper != worker or not copies:
-                self._make_room(keeper, len(part))
-            if keeper != worker and copies:
-                memory.put_copies(part)
-                self._voices[worker].hold(blocks, num_found + start, len(part))
-            self._memories[keeper].put(part, at_s)
-            self._voices[keeper].hold(blocks, num_found + start, len(part))
-        memory.put_back_copies(copies_held)
-        if copies:
-            memory.put_copies(pulled)
-            self._voices[worker].hold_all(pulled)
-        for keeper, theirs in kept.items():
-            self._memories[keeper].put_back(theirs, at_s)
+        lent: dict[str, list[int]] = {}
+        for block in pulled:
+            holder = next(h for h in self._memories if h != worker and block in self._memories[h])
+            lent.setdefault(holder, []).append(block)
+        for holder, theirs in lent.items():
+            self._memories[holder].take(theirs)
+        memory.take(own)
+        self._make_room(worker, len(blocks) - len(own), at_s)
+        for holder, theirs in lent.items():
+            self._memories[holder].put_back(theirs, at_s)
+        copies = [block for block in own if memory.claim(block)]
+        memory.put_back(own, at_s)
+        self._voices[worker].hold_all(copies)
+        memory.put([block for block in blocks if block not in here], at_s)
+        self._voices[worker].hold_all(pulled)
+        self._voices[worker].hold(blocks, num_found, len(blocks) - num_found)
 
-    def _make_room(self, worker: str, num_blocks: int) -> None:
-        self._voices[worker].drop(self._memories[worker].make_room(num_blocks))
+    def _make_room(self, worker: str, num_blocks: int, at_s: float) -> None:
+        gone = self._memories[worker].make_room(num_blocks)
+        last = [block for block in gone if block.is_last]
+        for start in range(0, len(last), MOVED_TOGETHER):
+            self._move(worker, last[start : start + MOVED_TOGETHER], at_s)
+        self._voices[worker].drop(gone)
+
+    def _move(self, worker: str, offered: Sequence[Evicted], at_s: float) -> None:
+        """Let another worker keep what this one has to evict, if that one's are older."""
+        ages = {name: memory.age(at_s) for name, memory in self._memories.items()}
+        ages[worker] = at_s - offered[-1].used_at
+        keeper = keeping_worker(worker, ages)
+        if keeper == worker:
+            return
+        memory = self._memories[keeper]
+        num_kept = memory.room_for(offered)
+        if num_kept:
+            kept = offered[-num_kept:]
+            self._voices[keeper].drop(memory.make_room(num_kept))
+            memory.take_in(kept)
+            self._voices[keeper].hold_all([block for block, _, _ in kept])
+            self.num_moved_tokens += num_kept * self._geometry.window
 
 
 class _Voice:
-    """What one worker tells the index, one report a prompt."""
+    """What one worker tells the index, one report a prompt, and what it hears of its copies."""
 
-    def __init__(self, worker: str, index: PrefixIndex, hashes: Sequence[bytes]) -> None:
+    def __init__(
+        self, worker: str, index: PrefixIndex, hashes: Sequence[bytes], memory: WorkerMemory
+    ) -> None:
         self._worker = worker
         self._index = index
         self._hashes = hashes
+        self._memory = memory
+        self._numbers: dict[bytes, int] = {}
         self._runs: list[Run] = []
         self._number = 0
         reply = index.report(Report(worker, 0, None, 0), 0.0)
@@ -242,18 +247,22 @@ class _Voice:
         if blocks:
             self._tell(True, None, blocks)
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            self._tell(False, None, blocks)
+    def drop(self, gone: Sequence[Evicted]) -> None:
+        if gone:
+            self._tell(False, None, [block for block, _, _ in gone])
 
     def _tell(self, is_held: bool, parent: bytes | None, blocks: Sequence[int]) -> None:
         hashes = tuple(self._hashes[block] for block in blocks)
+        self._numbers.update(zip(hashes, blocks, strict=True))
         self._runs.append(Run(is_held, HeldKind.BLOCK, Tier.DEVICE, "", (), parent, hashes))
 
     def report(self) -> None:
-        if self._number and not self._runs:
-            return
         runs, self._runs = tuple(self._runs), []
         reply = self._index.report(Report(self._worker, 0, self._epoch, self._number, runs), 0.0)
         assert isinstance(reply, Accepted)
         self._number += 1
+        if reply.advice is not None:
+            for identity in reply.advice.copied:
+                self._memory.mark_copy(self._numbers[identity.hash], is_copy=True)
+            for identity in reply.advice.kept:
+                self._memory.mark_copy(self._numbers[identity.hash], is_copy=False)

@@ -20,6 +20,7 @@ class PolicyFigures:
         worst_to_mean: the busiest worker's uncached tokens, among the mean worker's.
         num_uncached_tokens: of all workers.
         pulled_ratio: tokens that came from another worker, among all prompt tokens.
+        moved_ratio: tokens of last copies that another worker kept, among the same.
     """
 
     name: str
@@ -27,6 +28,7 @@ class PolicyFigures:
     worst_to_mean: float
     num_uncached_tokens: int
     pulled_ratio: float
+    moved_ratio: float
 
 
 ONE_CACHE = "one cache"
@@ -39,7 +41,6 @@ def compare_policies(
     capacity_tokens: int,
     geometry: ReplayGeometry,
     *,
-    keeps_copies: bool = False,
     telling: Callable[[str], Callable[[int], None]] = lambda name: lambda number: None,
 ) -> Iterator[PolicyFigures]:
     """Run every policy over the whole workload, one after the other.
@@ -47,7 +48,6 @@ def compare_policies(
     Args:
         capacity_tokens: of each worker; one cache has that of all together.
         geometry: of the model, as the replay rules see it.
-        keeps_copies: pulled blocks take room too (see `DirectoryPolicy`).
         telling: makes of a policy's name what hears how many prompts it has served.
     """
     workers = [f"worker-{number}" for number in range(num_workers)]
@@ -56,9 +56,7 @@ def compare_policies(
         lambda: LocalCaches("round robin", workers, capacity, geometry, sticky=False),
         lambda: LocalCaches("sticky sessions", workers, capacity, geometry, sticky=True),
         lambda: LocalCaches(ONE_CACHE, ["all"], capacity * num_workers, geometry, sticky=False),
-        lambda: DirectoryPolicy(
-            OURS, workers, capacity, geometry, workload.tree, keeps_copies=keeps_copies
-        ),
+        lambda: DirectoryPolicy(OURS, workers, capacity, geometry, workload.tree),
     )
     for make in makers:
         policy = make()
@@ -76,4 +74,5 @@ def compare_policies(
             max(policy.work.values()) / mean if mean else 1.0,
             uncached,
             policy.num_pulled_tokens / max(1, num_tokens),
+            policy.num_moved_tokens / max(1, num_tokens),
         )

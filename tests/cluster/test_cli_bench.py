@@ -31,9 +31,9 @@ def test_every_policy_has_a_line(trace: Path) -> None:
     assert result.exit_code == 0, result.output
     first, _, header, *rows, last = result.output.splitlines()
     assert "20 prompts of 20 conversations" in first
-    assert header.split() == ["policy", "hit", "ratio", "worst/mean", "pulled", "uncached"]
+    assert header.split() == ["policy", "hit", "ratio", "worst/mean", "pulled", "moved", "uncached"]
     # 19 of 20 prompts find 896 of 1,100 tokens, below the cap.
-    assert [row.split()[-4] for row in rows[2:]] == ["0.774", "0.774"]
+    assert [row.split()[-5] for row in rows[2:]] == ["0.774", "0.774"]
     assert last == "directory / one cache: 1.000"
 
 

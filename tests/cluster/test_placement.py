@@ -51,7 +51,7 @@ def test_nobody_far_above_the_mean_computes(held: dict[str, int], work: dict[str
         ({"a": float("inf"), "b": float("inf"), "c": 12.0}, "b"),
     ],
 )
-def test_blocks_are_kept_where_they_are_computed_unless_others_are_much_older(
+def test_a_block_goes_unless_another_worker_has_much_older_ones(
     ages: Mapping[str, float], keeper: str
 ) -> None:
     assert keeping_worker("b", ages) == keeper

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hash_machine import GEOMETRY, HashMachine
 from split_cluster import CONFIG, assert_idle
@@ -23,6 +24,7 @@ from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.cluster.worker_registry import SessionMoves
 from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.departure import Departure
@@ -114,6 +116,14 @@ class LocalDirectory:
         reply = self.index.report(report, self._now)
         self._tell()
         return reply
+
+    async def find_keepers(
+        self, worker: str, blocks: Sequence[Unkept]
+    ) -> Sequence[WorkerAddress | None]:
+        """Who should keep a worker's blocks; an `Ask` of publishers."""
+        if self.is_down:
+            raise Unavailable("the directory is down")
+        return self.index.find_keepers(worker, blocks, self._now)
 
     async def changed(self) -> None:
         """Return after the next report."""
@@ -218,19 +228,34 @@ class RoutedCluster:
             1,
             [self.directory.report],
             lambda lowest: publisher.restart(lowest),
+            asks=[partial(self.directory.find_keepers, name)],
             interval_s=0.001,
             heartbeat_s=0.02,
         )
         engine: DecodeEngine | EncoderEngine
         if address.kind is WorkerKind.ENCODER:
             engine = EncoderEngine(
-                name, machine, transfers.outbound, config, listener=publisher, peers=transfers.peers
+                name,
+                machine,
+                transfers.outbound,
+                config,
+                listener=publisher,
+                peers=transfers.peers,
+                find_keepers=publisher.find_keepers,
             )
             transfers.receive(engine.exchange)
         else:
-            engine = DecodeEngine(name, machine, config, listener=publisher, peers=transfers.peers)
+            engine = DecodeEngine(
+                name,
+                machine,
+                config,
+                listener=publisher,
+                peers=transfers.peers,
+                find_keepers=publisher.find_keepers,
+            )
             transfers.receive(engine.exchange, engine)
         publisher.advise(engine.advise)
+        publisher.describe(engine.room)
         departure = engine.departure(address, self._adopt, self._tell)
         self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher, departure)
 

@@ -18,6 +18,8 @@ class BlockBooks:
         adopted_at: number of the call by which a request took it up last; 0 for none.
         is_demoted: unused, and the last session interested in it is over or overdue.
         is_copy: another worker holds the same, so that nothing is lost with this one.
+        is_moved: it came from another worker, or went to one, since it was last used.
+        used_at: when its last use began or ended, by the cache's clock.
         is_freed: these books are closed.
         record: what it is published as; None while it is private.
         offer: the one offer of its contents, whatever became of it.
@@ -29,21 +31,25 @@ class BlockBooks:
         "is_copy",
         "is_demoted",
         "is_freed",
+        "is_moved",
         "num_leases",
         "num_pins",
         "num_users",
         "offer",
         "record",
+        "used_at",
     )
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, used_at: float) -> None:
         self.block = block
+        self.used_at = used_at
         self.num_users = 1
         self.adopted_at = 0
         self.num_leases = 0
         self.num_pins = 0
         self.is_copy = False
         self.is_demoted = False
+        self.is_moved = False
         self.is_freed = False
         self.record: BlockRecord | None = None
         self.offer: Offer | None = None
@@ -54,15 +60,19 @@ class Offer:
 
     Attributes:
         record: what it will be published as.
+        used_at: when it was last used by whoever gave it; None for a block of this worker's own.
         missing_ranks: ranks that have not acknowledged it.
         outcome: what became of it so far.
     """
 
-    __slots__ = ("books", "missing_ranks", "outcome", "record")
+    __slots__ = ("books", "missing_ranks", "outcome", "record", "used_at")
 
-    def __init__(self, books: BlockBooks, record: BlockRecord, num_ranks: int) -> None:
+    def __init__(
+        self, books: BlockBooks, record: BlockRecord, num_ranks: int, used_at: float | None
+    ) -> None:
         self.books = books
         self.record = record
+        self.used_at = used_at
         self.missing_ranks = set(range(num_ranks))
         self.outcome = PublishOutcome.PENDING
 

@@ -7,12 +7,14 @@
                                       └──────────────────── evicted ──────────────────────┘
 
 A block that a running request uses is never evicted; one that a lease pins only when nothing else
-is left, and then those of the lease that ends first. Pure: blocks are ids, time is the order of
-calls, and what happens is told to a callback.
+is left, and then those of the lease that ends first. Of blocks that several workers hold one keeps
+it and the others have copies: those go first. Pure: blocks are ids, and what happens is told to a
+callback.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -25,6 +27,7 @@ from ripresa.workers.cache.block_record import (
     BlockRemoved,
     CacheEvent,
     PublishOutcome,
+    UnusedBlock,
 )
 from ripresa.workers.cache.eviction_order import EvictionOrder
 from ripresa.workers.cache.lineage_index import LineageIndex
@@ -41,6 +44,7 @@ class BlockCache:
         num_ranks: ranks that must acknowledge a block before it is published.
         on_event: hears of every published and removed block, in order.
         max_pinned: most blocks that leases may pin; None for all of them.
+        clock: seconds, never falling.
 
     Attributes:
         num_yielded: leases that gave up their pins before they ended, for want of room.
@@ -53,12 +57,14 @@ class BlockCache:
         num_ranks: int = 1,
         on_event: Callable[[CacheEvent], None] | None = None,
         max_pinned: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a worker has at least one rank, got {num_ranks}")
         self._pool = pool
         self._num_ranks = num_ranks
         self._on_event = on_event
+        self._clock = clock
         self._books: dict[int, BlockBooks] = {}
         self._index: LineageIndex[BlockBooks] = LineageIndex(window)
         self._unused = EvictionOrder()
@@ -86,6 +92,43 @@ class BlockCache:
     def num_available(self) -> int:
         """Blocks that an `allocate` could have now."""
         return self._pool.num_free + len(self._unused)
+
+    @property
+    def room_age_s(self) -> float:
+        """For how long the block that an `allocate` takes next has not been used; infinity while
+        free pages and copies are left, 0 while everything is in use."""
+        if self._pool.num_free or self._unused.num_demoted:
+            return float("inf")
+        oldest = self._unused.oldest
+        return 0.0 if oldest is None else self._clock() - oldest
+
+    def at_risk(self, num_blocks: int) -> tuple[UnusedBlock, ...]:
+        """What would be lost if so many blocks were allocated now, the longest unused first.
+
+        Copies and demoted blocks are no loss. A block that moved from one worker to another since
+        its last use has had its chance.
+        """
+        books = map(self._books.__getitem__, self._unused.first(num_blocks - self._pool.num_free))
+        return tuple(
+            UnusedBlock(each.record, self._clock() - each.used_at)
+            for each in books
+            if each.record is not None and not (each.is_copy or each.is_demoted or each.is_moved)
+        )
+
+    def room_for(self, ages_s: Sequence[float]) -> int:
+        """How many blocks that another worker has to evict may come in, from the last one on.
+
+        Args:
+            ages_s: for how long each has not been used; falling. See `EvictionOrder.room_for`.
+        """
+        now = self._clock()
+        return self._unused.room_for([now - age for age in ages_s], self._pool.num_free)
+
+    def moved(self, identity: BlockIdentity) -> None:
+        """Another worker keeps the block from now on. Nothing for one that is not held."""
+        books = self._index.get(identity)
+        if books is not None:
+            books.is_moved = True
 
     def __contains__(self, identity: object) -> bool:
         return isinstance(identity, BlockIdentity) and identity in self._index
@@ -133,30 +176,49 @@ class BlockCache:
             self._free(books)
         blocks = self._pool.allocate(num_blocks)
         for block in blocks:
-            self._books[block] = BlockBooks(block)
+            self._books[block] = BlockBooks(block, self._clock())
         self._tell(events)
         return blocks
 
-    def adopt(self, chain: Sequence[BlockIdentity]) -> tuple[int, ...]:
+    def adopt(self, chain: Sequence[BlockIdentity], *, is_use: bool = True) -> tuple[int, ...]:
         """Become a user of published blocks, all or none; their ids in order.
+
+        Copies among them are kept by this worker from now on (`BlockPublished`, once more).
+
+        Args:
+            is_use: False to hold them without a change of their age and standing.
 
         Raises:
             RipresaError: NOT_FOUND; one is gone since it was planned. Plan again.
         """
         found = self._find(chain)
-        self._num_calls += 1
         for books in found:
             books.num_users += 1
-            books.adopted_at = self._num_calls
-            books.is_demoted = False
             self._unused.discard(books.block)
+        if is_use:
+            self._use(found)
         return tuple(books.block for books in found)
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def _use(self, found: Sequence[BlockBooks]) -> None:
+        now, claimed = self._clock(), []
+        self._num_calls += 1
+        for books in found:
+            books.adopted_at = self._num_calls
+            books.is_demoted = books.is_moved = False
+            books.used_at = now
+            if books.is_copy and books.record is not None:
+                books.is_copy = False
+                claimed.append(BlockPublished(books.record))
+        self._tell(claimed)
+
+    def release(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
         """End one use of each block, given in order of position.
 
         Published blocks without users stay until they make room, the last of the chain first;
         private ones are free at once, and what was offered of them is void.
+
+        Args:
+            is_use: as it was adopted; False for allocated blocks to which others gave their age.
 
         Raises:
             RipresaError: INTERNAL; a block is not in use (so often). Nothing was released.
@@ -168,11 +230,17 @@ class BlockCache:
         for block in reversed(blocks):
             books = self._books[block]
             books.num_users -= 1
+            if is_use:
+                books.used_at = self._clock()
             if books.num_users == 0:
                 self._end_use(books)
 
-    def offer(self, block: int, record: BlockRecord) -> Offer:
+    def offer(self, block: int, record: BlockRecord, age_s: float | None = None) -> Offer:
         """Announce that a private block is full and committed; nobody finds it yet.
+
+        Args:
+            age_s: for how long another worker that gave it has not used it; None for a block of
+                this worker's own.
 
         Raises:
             RipresaError: INTERNAL; the block is not in use, or was offered before.
@@ -180,7 +248,8 @@ class BlockCache:
         books = self._books.get(block)
         if books is None or books.num_users == 0 or books.offer is not None:
             raise RipresaError(ErrorCode.INTERNAL, f"KV block {block} cannot be offered")
-        offer = Offer(books, record, self._num_ranks)
+        used_at = None if age_s is None else self._clock() - age_s
+        offer = Offer(books, record, self._num_ranks, used_at)
         books.offer = offer
         return offer
 
@@ -203,6 +272,8 @@ class BlockCache:
             return offer.outcome
         self._index.add(identity, books)
         books.record = offer.record
+        if offer.used_at is not None:
+            books.used_at, books.is_moved = offer.used_at, True
         offer.outcome = PublishOutcome.PUBLISHED
         self._tell([BlockPublished(offer.record)])
         return offer.outcome
@@ -221,7 +292,7 @@ class BlockCache:
             books.num_leases += 1
             books.is_demoted = False
         for books in reversed(found):
-            self._place(books)
+            self._touch(books)
         return Lease(tuple(found), self._num_calls)
 
     def pin(self, lease: Lease, until: float) -> None:
@@ -248,7 +319,7 @@ class BlockCache:
         self._pinned.discard(lease)
         for books in self._alive(lease):
             self._count_pin(books, -1)
-            self._place(books)
+            self._touch(books)
 
     def redeem(self, lease: Lease) -> None:
         """The session goes on: the lease is over, its blocks count as used now. Idempotent."""
@@ -257,7 +328,7 @@ class BlockCache:
         self._end(lease)
         for books in self._alive(lease):
             books.is_demoted = False
-            self._place(books)
+            self._touch(books)
 
     def forget(self, lease: Lease) -> None:
         """Nothing more will be heard of the session; its blocks stay where they are. Idempotent."""
@@ -278,7 +349,7 @@ class BlockCache:
                 self._place(books)
 
     def mark_copy(self, identity: BlockIdentity, *, is_copy: bool) -> None:
-        """Another worker holds the block too, or not any more: copies make room first.
+        """Another worker keeps the block, or this one does: copies make room first.
 
         Nothing for a block that is not published here.
         """
@@ -339,7 +410,7 @@ class BlockCache:
             self._num_calls += 1
             twin.adopted_at = self._num_calls
             twin.is_demoted = False
-            self._place(twin)
+            self._touch(twin)
 
     def _end(self, lease: Lease) -> None:
         if lease.is_over:
@@ -364,12 +435,18 @@ class BlockCache:
         """Blocks of a lease that are still published; the last of the chain first."""
         return [books for books in reversed(lease.books) if books.record is not None]
 
+    def _touch(self, books: BlockBooks) -> None:
+        """Enter a published block as used now."""
+        books.used_at = self._clock()
+        self._place(books)
+
     def _place(self, books: BlockBooks) -> None:
-        """Enter a published block behind the unused ones, or take it out if it is not unused."""
+        """Enter a published block by its age, or take it out if it is not unused."""
         self._unused.discard(books.block)
         if books.num_users == 0 and books.record is not None:
             self._unused.put(
                 books.block,
+                books.used_at,
                 is_demoted=books.is_demoted or books.is_copy,
                 is_pinned=books.num_pins > 0,
             )

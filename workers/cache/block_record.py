@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.cache_events import Origin
@@ -64,9 +65,20 @@ class PublishedBlock:
     record: BlockRecord
 
 
+class UnusedBlock(NamedTuple):
+    """A published block that nobody uses.
+
+    Attributes:
+        age_s: seconds since its last use.
+    """
+
+    record: BlockRecord
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class BlockPublished:
-    """Others can find the block from now on."""
+    """Others can find the block from now on, and this worker keeps it."""
 
     record: BlockRecord
 

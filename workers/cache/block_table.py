@@ -96,10 +96,13 @@ class BlockTable:
 class PageLoan:
     """Blocks that no sequence owns: read for another worker, or filled by it. No slot."""
 
-    __slots__ = ("_end", "blocks")
+    __slots__ = ("_end", "blocks", "is_use")
 
-    def __init__(self, blocks: tuple[int, ...], end: Callable[[PageLoan], None]) -> None:
+    def __init__(
+        self, blocks: tuple[int, ...], is_use: bool, end: Callable[[PageLoan], None]
+    ) -> None:
         self.blocks = blocks
+        self.is_use = is_use
         self._end = end
 
     def end(self) -> None:
@@ -188,22 +191,28 @@ class PagePool:
         self._tables[slot] = table
         return table
 
-    def borrow(self, chain: Sequence[BlockIdentity]) -> PageLoan:
+    def borrow(self, chain: Sequence[BlockIdentity], *, is_use: bool = True) -> PageLoan:
         """Keep cached blocks from being evicted until the loan ends.
+
+        Args:
+            is_use: False if the loan should leave no trace in the blocks' age.
 
         Raises RipresaError: NOT_FOUND; one of them is gone, and none was borrowed.
         """
-        return self._lend(self._blocks.adopt(chain))
+        return self._lend(self._blocks.adopt(chain, is_use=is_use), is_use)
 
-    def borrow_new(self, num_blocks: int) -> PageLoan:
+    def borrow_new(self, num_blocks: int, *, is_use: bool = True) -> PageLoan:
         """Blocks to be filled; they are freed with the loan unless they were published.
+
+        Args:
+            is_use: False for what is as old as another worker says.
 
         Raises ResourceExhausted: too few are free; none was borrowed.
         """
-        return self._lend(self._blocks.allocate(num_blocks))
+        return self._lend(self._blocks.allocate(num_blocks), is_use)
 
-    def _lend(self, blocks: tuple[int, ...]) -> PageLoan:
-        loan = PageLoan(blocks, self._end_loan)
+    def _lend(self, blocks: tuple[int, ...], is_use: bool) -> PageLoan:
+        loan = PageLoan(blocks, is_use, self._end_loan)
         self._loans.add(loan)
         return loan
 
@@ -211,7 +220,7 @@ class PagePool:
         if loan not in self._loans:
             raise RipresaError(ErrorCode.INTERNAL, "borrowed KV blocks are given back twice")
         self._loans.discard(loan)
-        self._blocks.release(loan.blocks)
+        self._blocks.release(loan.blocks, is_use=loan.is_use)
         self._freed()
 
     def extend(self, table: BlockTable) -> None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.block_hash import BlockIdentity
 
 
@@ -62,7 +63,10 @@ class CacheListener(Protocol):
     """Hears of a worker's cache, on the worker's event loop; must not block or raise."""
 
     def held(self, identity: BlockIdentity, origin: Origin, kind: HeldKind, tier: Tier) -> None:
-        """A block or window can be had here from now on."""
+        """A block or window can be had, and is kept, here from now on.
+
+        Told once more of a block that was a copy and is used.
+        """
 
     def dropped(self, identity: BlockIdentity, kind: HeldKind, tier: Tier) -> None:
         """A block or window cannot be had here any more."""
@@ -79,24 +83,64 @@ class CacheListener(Protocol):
 
 
 class CopyAdvice(NamedTuple):
-    """What others hold of a worker's blocks; a hint for what makes room first.
+    """Which of a worker's blocks others keep; a hint for what makes room first.
 
     Attributes:
         is_new: forget what was said before.
-        copied: other workers hold these too.
-        sole: no other worker does any more.
+        copied: another worker keeps these.
+        kept: this worker keeps these.
     """
 
     is_new: bool = False
     copied: tuple[BlockIdentity, ...] = ()
-    sole: tuple[BlockIdentity, ...] = ()
+    kept: tuple[BlockIdentity, ...] = ()
+
+
+class Room(NamedTuple):
+    """How much a worker would lose by keeping another block.
+
+    Attributes:
+        kind: of the worker.
+        age_s: for how long its next block to go has not been used; infinity while it has free
+            pages or copies.
+    """
+
+    kind: WorkerKind
+    age_s: float
+
+
+class Unkept(NamedTuple):
+    """A block that its worker is about to evict.
+
+    Attributes:
+        age_s: seconds since its last use.
+    """
+
+    identity: BlockIdentity
+    origin: Origin
+    age_s: float
+
+
+FindKeepers = Callable[[Sequence[Unkept]], Awaitable[Sequence[WorkerAddress | None]]]
+"""Asks who should keep each of these blocks instead of the worker that asks. None: nobody, because
+nobody's blocks are older, or another worker holds it anyway. Raises RipresaError if it cannot be
+known."""
 
 
 class CacheAnnouncer(CacheListener, Protocol):
     """A listener that carries what it hears out of the process."""
 
     def advise(self, take: Callable[[CopyAdvice], None]) -> None:
-        """From now on tell `take`, on the event loop, what others hold of what was told."""
+        """From now on tell `take`, on the event loop, what others keep of what was told."""
+
+    def describe(self, room: Callable[[], Room | None]) -> None:
+        """From now on ask `room`, on the event loop, for what goes with every report.
+
+        None: this worker takes nothing that others have to evict.
+        """
+
+    async def find_keepers(self, blocks: Sequence[Unkept]) -> Sequence[WorkerAddress | None]:
+        """See `FindKeepers`."""
 
     async def start(self) -> None: ...
 
@@ -124,6 +168,12 @@ class Unheard:
 
     def advise(self, take: Callable[[CopyAdvice], None]) -> None:
         return None
+
+    def describe(self, room: Callable[[], Room | None]) -> None:
+        return None
+
+    async def find_keepers(self, blocks: Sequence[Unkept]) -> Sequence[WorkerAddress | None]:
+        return [None] * len(blocks)
 
     async def start(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The contract that carries prompts' state between workers: hand-overs, and pulls of cached blocks.
+"""The contract that carries prompts' state between workers: hand-overs, pulls and moves of blocks.
 
     sender                                   receiver
                     ◀──────────────────────── pull: only where the receiver asked for it
@@ -131,7 +131,58 @@ class PullManifest:
         return False
 
 
-AnyManifest = Manifest | PullManifest
+class MovedBlock(NamedTuple):
+    """A cached block that its worker would evict.
+
+    Attributes:
+        hash, restarts: its identity.
+        tenant, first, parent: where it stands among all prompts.
+        producer: which kind of step made its last row.
+        age_s: seconds since its last use.
+    """
+
+    hash: bytes
+    restarts: tuple[int, ...]
+    tenant: str
+    first: bytes
+    parent: bytes | None
+    producer: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoveManifest:
+    """Cached blocks that the receiver may keep instead of the sender.
+
+    Attributes:
+        transfer_id: unique for ever.
+        sender: worker id.
+        layout_digest: digest of the KV layout; both ends must agree byte for byte.
+        rules_version: of the replay rules that the blocks follow.
+        blocks: the longest unused first. They are numbered from 0 in sections and in the accept,
+            which leaves out the first ones if there is no room for all.
+        generation: always 0.
+        first_block: always 0.
+    """
+
+    transfer_id: str
+    sender: str
+    layout_digest: bytes
+    rules_version: str
+    blocks: tuple[MovedBlock, ...]
+    generation: int = 0
+    first_block: int = 0
+
+    @property
+    def subject(self) -> str:
+        return self.transfer_id
+
+    @property
+    def has_state(self) -> bool:
+        return False
+
+
+AnyManifest = Manifest | PullManifest | MoveManifest
 M_contra = TypeVar("M_contra", contravariant=True)
 
 

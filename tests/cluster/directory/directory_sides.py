@@ -17,6 +17,7 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
+from ripresa.workers.cache.cache_events import Room
 
 W = 8
 SETTINGS = DirectorySettings(window=W, capacity_blocks=10_000)
@@ -76,6 +77,7 @@ class Worker:
         is_complete: bool = True,
         leading: tuple[str, ...] = (),
         ended: tuple[str, ...] = (),
+        room: Room | None = None,
     ) -> Reply:
         report = Report(
             self.name,
@@ -86,6 +88,7 @@ class Worker:
             is_complete,
             leading,
             ended,
+            room,
         )
         reply = self.index.report(report, now)
         if isinstance(reply, Accepted):

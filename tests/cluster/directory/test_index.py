@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from directory_sides import SETTINGS, W, Worker, chain, runs, summary
 
@@ -20,8 +22,9 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex, shard_of
+from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.cache_events import CopyAdvice
+from ripresa.workers.cache.cache_events import CopyAdvice, Origin, Room, Unkept
 from ripresa.workers.replay import ReplayMode
 
 HASHES = chain("a", 6)
@@ -393,25 +396,69 @@ def advice_of(worker: Worker) -> CopyAdvice | None:
     return reply.advice
 
 
-def test_later_holders_hear_that_theirs_are_copies(index: PrefixIndex) -> None:
+def identities(hashes: Sequence[bytes]) -> tuple[BlockIdentity, ...]:
+    return tuple(BlockIdentity(each, ()) for each in hashes)
+
+
+def test_who_speaks_last_of_a_block_keeps_it(index: PrefixIndex) -> None:
     first, later = Worker(index, "first"), Worker(index, "later")
     first.hold(HASHES)
     reply = later.send(*runs(HASHES[:3]))
     assert isinstance(reply, Accepted)
-    assert reply.advice == CopyAdvice(copied=tuple(BlockIdentity(h, ()) for h in HASHES[:3]))
-    assert advice_of(first) is None
+    assert reply.advice == CopyAdvice(kept=identities(HASHES[:3]))
+    assert advice_of(first) == CopyAdvice(copied=identities(HASHES[:3]))
+    # Used where it is a copy, it is kept there; a word that crossed this one does not count.
+    reply = first.send(*runs(HASHES[:1]))
+    assert isinstance(reply, Accepted)
+    assert reply.advice == CopyAdvice(kept=identities(HASHES[:1]))
+    assert advice_of(later) == CopyAdvice(copied=identities(HASHES[:1]))
     # Another lineage is another block.
     other = later.send(*runs(HASHES[:2], (W,)))
     assert isinstance(other, Accepted)
-    assert other.advice is None
+    assert other.advice == CopyAdvice(kept=identities(HASHES[:1]))
 
 
 def test_the_last_holder_hears_that_it_is_alone(index: PrefixIndex) -> None:
     first, later = Worker(index, "first"), Worker(index, "later")
     first.hold(HASHES[:2])
     later.hold(HASHES[:2])
-    assert advice_of(later) is None
-    first.send(*runs(HASHES[1:2], is_held=False))
-    assert advice_of(later) == CopyAdvice(sole=(BlockIdentity(HASHES[1], ()),))
-    index.lost("first", 1)
-    assert advice_of(later) == CopyAdvice(is_new=True)
+    assert advice_of(first) == CopyAdvice(copied=identities(HASHES[:2]))
+    later.send(*runs(HASHES[1:2], is_held=False))
+    assert advice_of(first) == CopyAdvice(kept=identities(HASHES[1:2]))
+    index.lost("later", 1)
+    assert advice_of(first) == CopyAdvice(is_new=True)
+
+
+def test_when_the_keeper_lets_go_one_other_holder_keeps(index: PrefixIndex) -> None:
+    workers = [Worker(index, name) for name in ("a", "b", "c")]
+    for worker in workers:
+        worker.hold(HASHES[:1])
+    for worker in workers:
+        advice_of(worker)
+    workers[2].send(*runs(HASHES[:1], is_held=False))
+    told = [advice_of(worker) for worker in workers]
+    assert told == [CopyAdvice(kept=identities(HASHES[:1])), None, None]
+    # A copy that goes is news for nobody.
+    workers[1].send(*runs(HASHES[:1], is_held=False))
+    assert advice_of(workers[0]) is None
+
+
+def test_a_last_copy_goes_where_the_oldest_block_is_oldest(index: PrefixIndex) -> None:
+    ages = {"a": 5.0, "b": 50.0, "c": 500.0}
+    workers = {name: Worker(index, name) for name in ages}
+    for name, worker in workers.items():
+        worker.send()
+        worker.send(room=Room(WorkerKind.DECODE, ages[name]))
+    workers["a"].hold(HASHES)
+    workers["b"].send(*runs(HASHES[2:3]), room=Room(WorkerKind.DECODE, 50.0))
+    asked = [
+        Unkept(identity, Origin("t", HASHES[0], None), age)
+        for identity, age in zip(identities(HASHES), (10.0, 5e3, 1.0, 1.0), strict=False)
+    ]
+    c = WorkerAddress("c", WorkerKind.DECODE)
+    # The second is older than anybody's, the third has another holder.
+    assert index.find_keepers("a", asked, 0.0) == [c, None, None, c]
+    # Who says nothing of its room gets nothing; c's block has become older meanwhile.
+    workers["c"].send()
+    b = WorkerAddress("b", WorkerKind.DECODE)
+    assert index.find_keepers("a", asked[:1], 0.0) == [b]

@@ -28,6 +28,7 @@ from ripresa.workers.request import (
     EngineStats,
     FinishReason,
     LeaseCounters,
+    MoveCounters,
     PullCounters,
     WorkCounters,
 )
@@ -184,6 +185,25 @@ def test_pulls_are_summed_over_the_lives_of_all_workers() -> None:
     read = samples(metrics)
     assert read["ripresa_peer_pulls_total", "complete"] == 4
     assert read["ripresa_peer_pull_bytes_total",] == 75
+
+
+def test_moves_are_summed_over_the_lives_of_all_workers() -> None:
+    def said(worker_id: str, moves: MoveCounters) -> WorkerReport:
+        told = report(worker_id, "n", None)
+        return replace(told, stats=replace(told.stats, moves=moves))
+
+    first = MoveCounters(num_moved=3, num_refused=2, num_late=1, num_taken=4, sent_bytes=70)
+    reports = [said("a", first), said("b", MoveCounters())]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        read = samples(metrics)
+        counts = [read["ripresa_moved_blocks_total", each] for each in ("moved", "refused", "late")]
+        assert counts == [3, 2, 1]
+        assert read["ripresa_moved_block_bytes_total",] == 70
+    reports[:1] = [said("c", MoveCounters(num_moved=1, sent_bytes=5))]
+    read = samples(metrics)
+    assert read["ripresa_moved_blocks_total", "moved"] == 4
+    assert read["ripresa_moved_block_bytes_total",] == 75
 
 
 def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:

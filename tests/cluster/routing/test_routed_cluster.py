@@ -309,18 +309,21 @@ async def test_a_plan_explains_itself() -> None:
 
 
 async def test_working_copies_make_room_before_last_copies() -> None:
-    """Blocks that were pulled for one prompt go before older ones that nobody else holds."""
+    """Blocks that another worker has used since go before older ones that nobody else holds."""
     shared, own = tokens_of(11, 10 * WINDOW), tokens_of(12, 10 * WINDOW)
     async with routed_cluster(0, 2, config=WINDOWS, num_blocks=24) as cluster:
-        home = (await turn(cluster, ask(shared, "first"))).placed.worker_id
-        cluster.busy[home] = 10_000
+        cluster.busy = {"d1": 10_000}
         before = await turn(cluster, ask(own, "own"))
+        first = await turn(cluster, ask(shared, "first"))
+        cluster.busy = {"d0": 10_000}
         copied = await turn(cluster, ask(shared, "copied"))
+        assert copied.placed.worker_id == "d1"
         assert copied.planned.prefix.num_from_peers == copied.recipe.write_floor // WINDOW
+        cluster.busy = {"d1": 10_000}
         pressed = await turn(cluster, ask(tokens_of(13, 8 * WINDOW), "pressure"))
         again = await turn(cluster, ask(own, "own again"))
-        places = {answered.placed.worker_id for answered in (before, copied, pressed, again)}
-        assert places == set(cluster.workers_by_id) - {home}
+        places = {answered.placed.worker_id for answered in (before, first, pressed, again)}
+        assert places == {"d0"}
         assert again.recipe.write_floor == copied.recipe.write_floor
         # Nothing of it had to be brought.
         assert not again.planned.prefix.num_from_peers

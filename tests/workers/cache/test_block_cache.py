@@ -623,10 +623,61 @@ def test_what_another_worker_holds_too_makes_room_first() -> None:
     events.clear()
     cache.allocate(2)
     assert [event.record.identity.hash for event in events] == [b"c", b"a"]
-    # Use does not make an original of a copy; only word that the others are gone does.
+    # A copy that is used is kept here from now on, and whoever listens hears of it.
     cache.mark_copy(identity("d"), is_copy=True)
+    events.clear()
+    cache.release(cache.adopt([identity("d")], is_use=False), is_use=False)
+    assert not events
     cache.release(cache.adopt([identity("d")]))
-    cache.forget_copies()
+    assert events == [BlockPublished(record(identity("d")))]
     events.clear()
     cache.allocate(1)
     assert [event.record.identity.hash for event in events] == [b"b"]
+
+
+def test_what_is_lost_next_is_named_once_until_it_is_used() -> None:
+    now = [0.0]
+    cache = BlockCache(BlockPool(5), WINDOW, NUM_RANKS, clock=lambda: now[0])
+    assert cache.room_age_s == float("inf")
+    blocks = cache.allocate(5)
+    assert cache.room_age_s == 0.0
+    for block, path in zip(blocks, "abcde", strict=True):
+        publish(cache, block, identity(path))
+        now[0] += 1
+        cache.release([block])
+    now[0] = 10.0
+    cache.mark_copy(identity("a"), is_copy=True)
+    assert cache.room_age_s == float("inf")
+    cache.mark_copy(identity("b"), is_copy=True)
+    cache.mark_copy(identity("b"), is_copy=False)
+
+    def named(num_blocks: int) -> list[tuple[bytes, float]]:
+        return [(each.record.identity.hash, each.age_s) for each in cache.at_risk(num_blocks)]
+
+    # The copy takes the first of these places; "b" is as old as before.
+    assert named(3) == [(b"b", 8.0), (b"c", 7.0)]
+    assert cache.room_for([9.0, 8.5, 7.5, 1.0]) == 2
+    cache.moved(identity("b"))
+    assert named(3) == [(b"c", 7.0)]
+    cache.release(cache.adopt([identity("b")], is_use=False), is_use=False)
+    assert named(3) == [(b"c", 7.0)]
+    cache.release(cache.adopt([identity("b")]))
+    now[0] = 11.0
+    assert named(5) == [(b"c", 8.0), (b"d", 7.0), (b"e", 6.0), (b"b", 1.0)]
+
+
+def test_a_block_from_another_worker_is_as_old_as_it_was_there() -> None:
+    now = [100.0]
+    cache = BlockCache(BlockPool(3), WINDOW, NUM_RANKS, clock=lambda: now[0])
+    for path, age_s in (("a", None), ("b", 50.0), ("c", 20.0)):
+        (block,) = cache.allocate(1)
+        offer = cache.offer(block, record(identity(path)), age_s)
+        for rank in range(NUM_RANKS):
+            cache.acknowledge(offer, rank)
+        cache.release([block], is_use=age_s is None)
+    assert cache.room_age_s == 50.0
+    # It has moved already.
+    assert [each.record.identity for each in cache.at_risk(3)] == [identity("a")]
+    cache.allocate(1)
+    assert identity("b") not in cache
+    assert cache.room_age_s == 20.0
