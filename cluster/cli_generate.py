@@ -13,7 +13,7 @@ import click
 from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.progress import progress
 from ripresa.workers.errors import InvalidArgument
-from ripresa.workers.replay import TailVariant
+from ripresa.workers.replay import ReplayMode, TailVariant
 
 if TYPE_CHECKING:
     from ripresa.cluster.client import Event, Options, Started, Timings, Usage
@@ -34,9 +34,20 @@ if TYPE_CHECKING:
     "--seed", type=click.IntRange(0, 2**64 - 1), help="Repeats an answer. Default: drawn."
 )
 @click.option(
+    "--mode",
+    type=click.Choice([mode.value for mode in ReplayMode]),
+    help="What may be reused of earlier prompts, and how exactly. Default: bounded.",
+)
+@click.option(
     "--tail",
     type=click.Choice([tail.value for tail in TailVariant]),
     help="Which rows the decoder half of the prefill reads. Default: the server's.",
+)
+@click.option(
+    "--session",
+    "session_id",
+    default="",
+    help="Name a conversation; its next turn goes on from it.",
 )
 @click.option("--model", default="", help="Refuse another model than this.")
 @click.option("--request-id", default="", help="Name the request, to abort it from elsewhere.")
@@ -61,7 +72,9 @@ def generate(
     prompt: str | None,
     prompt_file: BinaryIO | None,
     token_ids: str | None,
+    mode: str | None,
     tail: str | None,
+    session_id: str,
     model: str,
     request_id: str,
     timeout_s: float | None,
@@ -84,13 +97,16 @@ def generate(
       cat prompt.txt | ripresa generate --prompt-file - --seed 7 --json
       ripresa generate --token-ids 0,4,260,5 --top-p 0.95
       ripresa generate --prompt "Once upon a time" --record answer.json
+      ripresa generate --token-ids 0,4,260,5 --mode exact --tail exact --session mine
     """
     from ripresa.cluster.client import Client
     from ripresa.cluster.gateway.recording import recording_of
 
     given: Any = {name: value for name, value in sampling.items() if value not in (None, ())}
     given["stop_token_ids"] = given.pop("stop_token_id", ())
-    options: Options = {"model": model, "request_id": request_id}
+    options: Options = {"model": model, "request_id": request_id, "session_id": session_id}
+    if mode is not None:
+        options["replay_mode"] = mode
     if tail is not None:
         options["tail"] = tail
     question = _read_prompt(prompt, prompt_file, token_ids)

@@ -121,6 +121,24 @@ def test_generate_prints_json_events(gateway: GatewayThread) -> None:
     assert gateway.router.seen[0].token_ids == (0, 40, 9)
 
 
+def test_generate_asks_for_a_mode_and_goes_on_with_a_session(gateway: GatewayThread) -> None:
+    arguments = (
+        "generate",
+        "--address",
+        gateway.address,
+        "--token-ids",
+        "0,40",
+        "--max-tokens",
+        "1",
+    )
+    options = ("--mode", "exact", "--tail", "exact", "--session", "mine")
+    assert ripresa(*arguments, *options).exit_code == 0
+    assert ripresa(*arguments).exit_code == 0
+    asked, default = gateway.router.seen
+    assert (asked.cache.mode, asked.tail, asked.session_id) == ("exact", "exact", "mine")
+    assert (default.cache.mode, default.tail, default.session_id) == ("bounded", "floored", None)
+
+
 def test_generate_reads_stdin(gateway: GatewayThread, tokenizer: Tokenizer) -> None:
     arguments = ("generate", "--address", gateway.address, "--max-tokens", "1")
     assert ripresa(*arguments, "--prompt-file", "-", stdin="héllo\n").exit_code == 0
@@ -139,6 +157,8 @@ def test_generate_reads_stdin(gateway: GatewayThread, tokenizer: Tokenizer) -> N
         (("--prompt", "a", "--temperature", "-1"), None, "sampling.temperature: must be"),
         (("--prompt", "a", "--model", "x"), None, "model 'x' is not served here"),
         (("--token-ids", "99999"), None, "token_ids.ids[0]: token id 99999"),
+        (("--prompt", "a", "--mode", "canonical", "--tail", "exact"), None, "ask for that mode"),
+        (("--prompt", "a", "--session", "x" * 1025), None, "options.session_id: must have"),
     ],
 )
 def test_generate_refuses(
