@@ -177,6 +177,7 @@ class EngineCore:
         self._is_leaving = False
         self._rates = StepRates()
         self._num_encoder_rows = 0
+        self._num_row_layers = 0
         self._num_decoder_rows = 0
         self._transfer_bytes = 0
 
@@ -541,6 +542,7 @@ class EngineCore:
                 transfer_bytes=self._transfer_bytes,
             ),
             num_encoder_rows=self._num_encoder_rows,
+            num_row_layers=self._num_row_layers,
             num_decoder_rows=self._num_decoder_rows,
             num_queued_rows=self._scheduler.num_queued_rows,
             num_decoding=self._scheduler.num_decoding,
@@ -679,13 +681,15 @@ class EngineCore:
             self._fail_step(plan, error)
             return
         self._rates.add(
-            output.num_encoder_rows + output.num_decoder_rows,
+            output.num_row_layers // self._runner.geometry.num_encoder_layers
+            + output.num_decoder_rows,
             seconds,
             is_prefill=any(
                 step.sampling is None or step.num_decoder_rows != 1 for step in plan.sequences
             ),
         )
         self._num_encoder_rows += output.num_encoder_rows
+        self._num_row_layers += output.num_row_layers
         self._num_decoder_rows += output.num_decoder_rows
         for entry in progress:
             self._tell(entry, output)

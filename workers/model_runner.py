@@ -28,6 +28,7 @@ from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as com
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.replay_plan import triangle
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import logprobs_of, sample_batch
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
@@ -159,6 +160,7 @@ class TorchModelRunner:
                 s.write_floor,
                 s.block_table,
                 s.cut_windows,
+                self._layer_starts(s.exact_from),
             )
             for s in steps
         ]
@@ -174,20 +176,27 @@ class TorchModelRunner:
         if self._engram is not None:
             looked_up = [(s.token_ids, s.lookback_ids, s.encoder_start) for s in steps]
             table_rows = self._engram.lookup(looked_up)
-        streams, pre = self._model.encode(rows, token_ids, source_windows, table_rows)
+        made = self._model.encode(rows, token_ids, source_windows, table_rows)
         output.num_encoder_rows = rows.num_rows
+        output.num_row_layers = made.num_row_layers
         self._take_windows(steps, output)
         encoded: dict[int, EncoderOutput] = {}
         first = 0
-        for step in steps:
-            part = slice(first, first + step.num_encoder_rows)
+        for step, run in zip(steps, made.rows.runs, strict=True):
+            part = slice(first, first + run.num_rows)
             first = part.stop
-            mine = EncoderOutput(step.encoder_start, streams[part], pre[part])
+            mine = EncoderOutput(run.start, made.streams[part], made.pre[part])
             encoded[step.slot] = mine
             if step.hand_over_from is not None and step.hand_over_from < step.encoder_stop:
-                start = max(step.hand_over_from, step.encoder_start)
+                start = max(step.hand_over_from, run.start)
                 output.encoder_output[step.slot] = _slice(mine, start, step.encoder_stop)
         return encoded
+
+    def _layer_starts(self, exact_from: int | None) -> tuple[int, ...]:
+        geometry = self.geometry
+        if exact_from is None:
+            return ()
+        return triangle(exact_from, geometry.window, geometry.num_encoder_layers)
 
     def _take_windows(self, steps: Sequence[SequenceStep], output: StepOutput) -> None:
         """Give the windows that the layers cut to the sequences that asked for them."""

@@ -405,6 +405,10 @@ class RequestPrefix:
         if not self._request.cache.writes or start == stop:
             return ()
         first = max(start // self._window + 1, -(-self._native_from(sequence) // self._window) + 1)
+        exact_from = sequence.encoder_pass.exact_from
+        if exact_from is not None:
+            # Below it some layers leave out rows of the window.
+            first = max(first, exact_from // self._window + 1)
         boundaries = (number * self._window for number in range(first, stop // self._window + 1))
         last = sequence.prefill_stop - NUM_LAST_WINDOWS * self._window
         return tuple(

@@ -18,7 +18,7 @@ from typing import Any
 
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.parked_states import ParkedState
-from ripresa.workers.replay import PlanKind, Recipe
+from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.replay_plan import EncoderPass, PrefillPlan, encoder_passes
 
 
@@ -97,7 +97,9 @@ def re_execution(
     reach = max(recipe.write_floor, needed) // window
     chain = held_chain(recipe, hashes[:reach], window, blocks)
     held, floor = len(chain) * window, recipe.write_floor
-    direct = EncoderPass(recipe.start, num_tokens, recipe.swa_floor, floor)
+    direct = EncoderPass(
+        recipe.start, num_tokens, recipe.swa_floor, floor, exact_from=_exact_from(recipe)
+    )
     is_canonical = recipe.anchor_interval is not None
     restarts = recipe.restarts_below(num_tokens)
     for boundary in range(held, floor, -window):
@@ -137,6 +139,14 @@ def re_execution(
         passes = tuple(_from_anchor(rows, recipe.start) for rows in passes)
     rows = replace(passes[first], write_floor=held)
     return PromptPlan(recipe, chain, (rows, *passes[first + 1 :]))
+
+
+def _exact_from(recipe: Recipe) -> int | None:
+    """The same as the planner has found for the rows of a first execution."""
+    if recipe.kind is not PlanKind.REBUILD or recipe.tail is TailVariant.FULL:
+        return None
+    lowest = recipe.decoder_start if recipe.source_floor is None else recipe.source_floor
+    return min(recipe.write_floor, lowest)
 
 
 def _from_anchor(rows: EncoderPass, start: int) -> EncoderPass:

@@ -39,6 +39,8 @@ class EncoderPass:
         write_floor: rows below it write no block KV.
         output_from: the decoder half, and layer E's own window, take rows from here on; those
             below it come from another pass.
+        exact_from: nobody reads what the encoder half makes of the rows below it, so a layer
+            computes of them only what those from here on depend on; None if all are read.
     """
 
     start: int
@@ -46,6 +48,18 @@ class EncoderPass:
     swa_floor: int
     write_floor: int
     output_from: int = 0
+    exact_from: int | None = None
+
+    def layer_starts(self, window: int, num_layers: int) -> tuple[int, ...]:
+        """First row that each encoder layer computes."""
+        if self.exact_from is None:
+            return (self.start,) * num_layers
+        return tuple(max(self.start, s) for s in triangle(self.exact_from, window, num_layers))
+
+    def num_row_layers(self, position: int, window: int, num_layers: int) -> int:
+        """Rows from `position` on, counted once for each layer that computes them."""
+        starts = self.layer_starts(window, num_layers)
+        return sum(max(0, self.stop - max(position, start)) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +74,10 @@ class PrefillPlan:
         new_restarts: restarts that this request adds to the lineage of the blocks it reuses.
         source: whence the state below the first row.
         passes: encoder rows in order of computing; one pass unless rows restart on the way.
-        layer_starts: first row that each encoder layer has to compute, when trimming by the
-            dependency triangle leaves the rows at and above `exact_from` as they are.
-        exact_from: first position whose encoder output somebody reads: the write floor, or the
-            lowest row that the tail variant needs.
+        num_encoder_layers: E.
         decoder_first: first decoder row computed. Above `recipe.decoder_start`, the read floor,
             when a parked image's decoder rings go on.
-        decoder_layer_starts: the same as `layer_starts`, for the decoder layers.
+        decoder_layer_starts: first row that each decoder layer has to compute.
     """
 
     recipe: Recipe
@@ -76,8 +87,7 @@ class PrefillPlan:
     new_restarts: tuple[int, ...]
     source: StateSource
     passes: tuple[EncoderPass, ...]
-    layer_starts: tuple[int, ...]
-    exact_from: int
+    num_encoder_layers: int
     decoder_first: int
     decoder_layer_starts: tuple[int, ...]
 
@@ -90,6 +100,11 @@ class PrefillPlan:
     def write_floor(self) -> int:
         """Rows below it write no block KV."""
         return self.passes[0].write_floor
+
+    @property
+    def layer_starts(self) -> tuple[int, ...]:
+        """First row that each encoder layer computes in the first pass."""
+        return self.passes[0].layer_starts(self.window, self.num_encoder_layers)
 
     @property
     def window_from(self) -> int | None:
@@ -170,6 +185,12 @@ class PrefillPlan:
     def num_compute_rows(self) -> int:
         """Encoder rows to charge to the compute budget, restarts on the way included."""
         return sum(rows.stop - rows.start for rows in self.passes)
+
+    @property
+    def num_row_layers(self) -> int:
+        """Encoder rows, counted once for each layer that computes them."""
+        window, layers = self.window, self.num_encoder_layers
+        return sum(rows.num_row_layers(rows.start, window, layers) for rows in self.passes)
 
     @property
     def num_recomputed_row_layers(self) -> int:

@@ -95,19 +95,18 @@ def _bounded(query: PrefillQuery, write_floor: int) -> PrefillPlan:
 def _exact(query: PrefillQuery, write_floor: int) -> PrefillPlan:
     window, num_layers = query.geometry.window, query.geometry.num_encoder_layers
     exact_from = _exact_from(query, write_floor)
-    layer_starts = triangle(exact_from, window, num_layers)
     start = max(0, exact_from - (window - 1) * num_layers)
-    if query.tail is TailVariant.FULL:
-        # Every encoder row becomes a decoder row, so no layer can leave one out.
-        layer_starts = (start,) * num_layers
-    cost = sum(exact_from - layer_start for layer_start in layer_starts)
+    # With tail full every encoder row becomes a decoder row, so no layer can leave one out.
+    is_trimmed = query.tail is not TailVariant.FULL
+    rebuilt = EncoderPass(start, exact_from, start, 0, 0, exact_from if is_trimmed else None)
+    cost = rebuilt.num_row_layers(start, window, num_layers)
     for boundary in range(exact_from // window * window, 0, -window):
         if (exact_from - boundary) * num_layers > cost:
             break
         if query.holds_window(boundary):
             floor = boundary - window + 1
             return _plan(query, write_floor, PlanKind.WINDOW, boundary, floor, boundary)
-    return _plan(query, write_floor, PlanKind.REBUILD, start, start, start, layer_starts)
+    return _plan(query, write_floor, PlanKind.REBUILD, start, start, start, rebuilt.exact_from)
 
 
 def _canonical(query: PrefillQuery, write_floor: int) -> PrefillPlan:
@@ -121,7 +120,9 @@ def _canonical(query: PrefillQuery, write_floor: int) -> PrefillPlan:
         return _plan(query, write_floor, PlanKind.WINDOW, write_floor, floor, write_floor)
     anchor = exact_from // interval * interval
     start = max(0, anchor - window)
-    return _plan(query, write_floor, PlanKind.ANCHOR, start, start, anchor)
+    # The row below L1 too, so that the rows leave a whole window at L1.
+    trimmed = None if query.tail is TailVariant.FULL else min(exact_from, write_floor - 1)
+    return _plan(query, write_floor, PlanKind.ANCHOR, start, start, anchor, trimmed)
 
 
 def _exact_from(query: PrefillQuery, write_floor: int) -> int:
@@ -180,8 +181,7 @@ def _resume(query: PrefillQuery, image: ParkedImage) -> PrefillPlan:
         new_restarts=(),
         source=StateSource.PARKED_IMAGE,
         passes=(EncoderPass(start, stop, image.swa_floor, start),),
-        layer_starts=(start,) * geometry.num_encoder_layers,
-        exact_from=start,
+        num_encoder_layers=geometry.num_encoder_layers,
         decoder_first=first,
         decoder_layer_starts=_decoder_layer_starts(query, first),
     )
@@ -194,13 +194,13 @@ def _plan(
     start: int,
     swa_floor: int,
     last_restart: int,
-    layer_starts: tuple[int, ...] | None = None,
+    exact_from: int | None = None,
 ) -> PrefillPlan:
     """The plan of every kind but resume.
 
     Args:
         last_restart: restarts above it happen on the way.
-        layer_starts: None if every encoder layer computes all rows.
+        exact_from: see `EncoderPass`.
     """
     geometry, num_tokens = query.geometry, query.num_tokens
     reused = query.chain[write_floor // geometry.window - 1].restarts if write_floor else ()
@@ -227,13 +227,12 @@ def _plan(
         new_restarts=restarts[len(reused) :],
         source=StateSource.HELD_WINDOW if has_window else StateSource.NOTHING,
         passes=encoder_passes(
-            EncoderPass(start, num_tokens, swa_floor, write_floor),
+            EncoderPass(start, num_tokens, swa_floor, write_floor, exact_from=exact_from),
             tuple(restart for restart in restarts if restart > last_restart),
             geometry.window,
             is_canonical=True,
         ),
-        layer_starts=layer_starts or (start,) * geometry.num_encoder_layers,
-        exact_from=_exact_from(query, write_floor),
+        num_encoder_layers=geometry.num_encoder_layers,
         decoder_first=first,
         decoder_layer_starts=_decoder_layer_starts(query, first),
     )

@@ -174,12 +174,13 @@ class Sequence:
     def is_last_pass(self) -> bool:
         return self._pass_number >= len(self._passes) - 1
 
-    @property
-    def num_encoder_rows_left(self) -> int:
-        """Encoder rows of the prefill that this worker has yet to compute."""
+    def num_row_layers_left(self, num_layers: int) -> int:
+        """Encoder rows that this worker has yet to compute of the prefill, counted once for each
+        of the `num_layers` layers that computes them."""
         later = self._passes[self._pass_number + 1 :]
-        now = self.encoder_pass.stop - self.position if self._passes else 0
-        return max(0, now) + sum(rows.stop - rows.start for rows in later)
+        args = self._window, num_layers
+        now = self.encoder_pass.num_row_layers(self.position, *args) if self._passes else 0
+        return now + sum(rows.num_row_layers(rows.start, *args) for rows in later)
 
     def append(self, token_id: int) -> None:
         """A token was sampled."""

@@ -363,7 +363,8 @@ class _Routes:
             min(num_local, reused),
             chain.restarts,
         )
-        num_encoder_rows = sum(rows.stop - rows.start for rows in plan.passes)
+        # What layers leave out of a rebuilt window costs nothing.
+        num_encoder_rows = -(-plan.num_row_layers // plan.num_encoder_layers)
         num_decoder_rows = _num_decoder_rows(plan)
         return _Work(hit, sources, chain, num_encoder_rows, num_decoder_rows, bring_s)
 

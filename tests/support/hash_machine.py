@@ -134,11 +134,20 @@ class HashMachine:
             index = position - step.encoder_start + len(step.lookback_ids)
             value = embedding_hash(known[index], known[max(0, index - 3) : index])
             pool = self._pool(step, position)
-            for layer, ring in enumerate(slot.encoder):
+            for layer, first in enumerate(self.layer_starts(step)):
+                ring = slot.encoder[layer]
+                if position < first - WINDOW + 1:
+                    break
                 self._put(ring, position, digest("row", value))
+                if position < first:
+                    break
                 window = self._window(ring, step.swa_floor, position)
                 value = encoder_hash(layer, value, window, pool)
-            encoded[position] = value
+                output.num_row_layers += 1
+            else:
+                encoded[position] = value
+            if position not in encoded:
+                continue
             first = step.source_window_from
             if first is not None and position >= first:
                 slot.source[position] = digest("source", value)
@@ -170,6 +179,13 @@ class HashMachine:
             output.encoder_output[step.slot] = _pack(encoded, step.hand_over_from)
         output.num_encoder_rows += step.num_encoder_rows
         output.num_decoder_rows += step.num_decoder_rows
+
+    @staticmethod
+    def layer_starts(step: SequenceStep) -> tuple[int, ...]:
+        """First row that passes each layer; of the W - 1 below it the window rows are kept."""
+        exact_from = step.encoder_start if step.exact_from is None else step.exact_from
+        above = range(NUM_ENCODER_LAYERS - 1, -1, -1)
+        return tuple(max(step.encoder_start, exact_from - (WINDOW - 1) * n) for n in above)
 
     def _put(self, ring: dict[int, int], position: int, value: int) -> None:
         """Write a row where its position lies in the ring; what lay there is gone."""

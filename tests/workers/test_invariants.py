@@ -273,10 +273,9 @@ async def test_i09_i10_rows_start_when_all_they_read_is_there() -> None:
             assert inbound.state is TransferState.COMPLETE
         num_replays += step.encoder_start < step.write_floor
         if step.num_encoder_rows:
-            for ring in slot_of(machine, step):
-                needed = range(
-                    max(step.swa_floor, step.encoder_start - WINDOW + 1), step.encoder_start
-                )
+            starts = machine.layer_starts(step)
+            for ring, first in zip(slot_of(machine, step), starts, strict=True):
+                needed = range(max(step.swa_floor, first - WINDOW + 1), step.encoder_start)
                 assert all(position in ring for position in needed), "a window is not rebuilt"
 
     await histories(look)

@@ -104,6 +104,16 @@ def start_kept_relative(patcher: Patcher) -> None:
 
 
 @mutant
+def a_row_too_many_left_out(patcher: Patcher) -> None:
+    """A rebuilt window's layers begin one row late."""
+
+    def late(_: Request, step: SequenceStep) -> SequenceStep:
+        return step if step.exact_from is None else replace(step, exact_from=step.exact_from + 1)
+
+    change_steps(patcher, late)
+
+
+@mutant
 def decoder_floor_planned_again_on_resume(patcher: Patcher) -> None:
     def again(original: Any, recipe: Recipe, num_tokens: int, *args: Any) -> PromptPlan:
         plan: PromptPlan = original(recipe, num_tokens, *args)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,17 @@ import torch
 from observed_model import CASE, CONFIG, WINDOW, Observed, ask, run, run_split, split_engines
 from safetensors.torch import load_file
 
+from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.models.tiny_checkpoint import WeightFormat, write_tiny_checkpoint
-from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
+from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
+from ripresa.workers.replay_plan import EncoderPass
 from ripresa.workers.request import CacheUse, Failed, GenerationRequest, Reserved, Tokens
+from ripresa.workers.verify_golden import paired_ids
 
 INTERVAL = 3 * WINDOW
 LENGTH, NUM_NEW = 90, 8
@@ -168,6 +173,70 @@ async def test_an_exact_hit_equals_a_cold_run_at_every_boundary_of_a_long_prompt
             expected = answer(logits, 3000)
         assert torch.equal(answer(logits, 3000), expected)
     await engine.stop()
+
+
+def with_engram(shared: Path) -> Callable[[Half], Observed]:
+    """Packed KV and n-gram memories: what the release has."""
+    checkpoint = shared / "golden" / "case_b_grids_engram_replay" / "checkpoint"
+    ids = paired_ids(ModelConfig.from_file(checkpoint / "config.json").vocab_size)
+    return lambda half: Observed(half, checkpoint, kv_format=KVFormat.PACKED, compressed_ids=ids)
+
+
+@pytest.mark.parametrize("where", ["local", "split"])
+@pytest.mark.parametrize(
+    ("mode", "tail", "lowest", "budget"),
+    [
+        (ReplayMode.EXACT, TailVariant.FLOORED, 72, 3),
+        (ReplayMode.EXACT, TailVariant.LAYER_EXACT, 71, 8),
+        (ReplayMode.EXACT, TailVariant.EXACT, 85 - 7 * 4, 2),
+        (ReplayMode.CANONICAL, TailVariant.FLOORED, 71, 2),
+        (ReplayMode.CANONICAL, TailVariant.LAYER_EXACT, 71, 16),
+    ],
+)
+async def test_rows_that_layers_leave_out_change_no_number(
+    shared: Path,
+    tokens: tuple[int, ...],
+    mode: ReplayMode,
+    tail: TailVariant,
+    lowest: int,
+    budget: int,
+    where: str,
+) -> None:
+    """In chunks, beside another prompt that computes all its rows; and as few as planned."""
+    prompt, num_new = tokens[:86], 4
+    config = replace(CONFIG, max_batched_tokens=budget * WINDOW, anchor_interval=6 * WINDOW)
+    request = replace(
+        ask(prompt, tail=tail, max_tokens=num_new), cache=CacheUse(mode, writes=False)
+    )
+    beside = replace(ask(tokens[3:50]), request_id="beside", cache=CacheUse(reads=False))
+    answers = []
+    async with split_engines(config, with_engram(shared)) as (encoder, decoder, model):
+        computing = decoder if where == "local" else encoder
+
+        async def execute(request: GenerationRequest) -> Recipe:
+            if where == "local":
+                return await run(decoder, request)
+            return await run_split(encoder, decoder, request)
+
+        for number in range(3):
+            before = computing.stats().num_row_layers
+            with model.watched() as logits:
+                mates = (execute(beside),) if number == 2 else ()
+                recipe, *_ = await asyncio.gather(execute(request), *mates)
+            answers.append(answer(logits, len(prompt)))
+            if number == 0:
+                await execute(ask(prompt[:72], mode=mode))
+                continue
+            assert recipe.write_floor == 72
+            layers = model.runner.geometry.num_encoder_layers
+            rows = EncoderPass(recipe.start, len(prompt), 0, 72, exact_from=lowest)
+            planned = rows.num_row_layers(0, WINDOW, layers)
+            assert planned < layers * (len(prompt) - recipe.start)
+            answered_here = layers * (num_new - 1) if where == "local" else 0
+            if not mates:
+                assert computing.stats().num_row_layers - before == planned + answered_here
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
 
 @pytest.mark.parametrize("parked_bytes", [0, 1 << 24])

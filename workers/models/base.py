@@ -43,6 +43,7 @@ class StepOutput:
         logits: [decoder rows, vocab] float32 where they were asked for.
         windows: encoder windows by slot and boundary, uint8, as `import_window` takes them.
         num_encoder_rows, num_decoder_rows: rows really computed in each half.
+        num_row_layers: the encoder rows, counted once for each layer that they passed.
     """
 
     sampled: dict[int, int] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class StepOutput:
     windows: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     num_encoder_rows: int = 0
     num_decoder_rows: int = 0
+    num_row_layers: int = 0
 
 
 class ModelRunner(Protocol):

@@ -88,6 +88,7 @@ def _step(
         decoder_floor=recipe.decoder_start,
         source_floor=source_floor(recipe),
         source_window_from=rows.output_from if has_source_window else None,
+        exact_from=rows.exact_from,
         inbound=inbound,
         hand_over_from=hand_over_from,
         sampling=sequence.sampling if samples else None,

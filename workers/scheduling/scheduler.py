@@ -394,7 +394,8 @@ class Scheduler:
         tail = stop - max(sequence.position, sequence.recipe.decoder_start)
         if sequence.is_inbound:
             return tail
-        encoder = sequence.num_encoder_rows_left
+        num_layers = self._limits.geometry.num_encoder_layers
+        encoder = -(-sequence.num_row_layers_left(num_layers) // num_layers)
         return encoder if self._role is WorkerRole.ENCODER else encoder + tail
 
     def _positions(self, request: GenerationRequest) -> int:

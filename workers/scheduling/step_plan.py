@@ -30,6 +30,8 @@ class SequenceStep:
         source_window_from: encoder rows from here to `decoder_floor` also write layer E's window
             rows (rows above are decoder rows, which write their own); None if no row does.
         inbound: decoder rows start from handed-over encoder output.
+        exact_from: encoder layers compute of the rows below it only what those from here on depend
+            on; None if all encoder rows pass all layers.
         hand_over_from: encoder output of rows at or above it leaves the step; None for none.
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.
         rules: what the sequence's earlier tokens say about that token; None for nothing.
@@ -50,6 +52,7 @@ class SequenceStep:
     decoder_floor: int = 0
     source_floor: int = 0
     source_window_from: int | None = None
+    exact_from: int | None = None
     inbound: bool = False
     hand_over_from: int | None = None
     sampling: SamplingParams | None = None

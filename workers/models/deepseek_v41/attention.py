@@ -82,6 +82,19 @@ class Attention:
             pool_phases=ops.rope_phases(rows.positions, self._pool_frequencies),
         )
 
+    def narrowed(self, step: StepContext, rows: Rows) -> StepContext:
+        """What the layers share from now on, when only `rows` of the step's rows go on."""
+        places = step.rows.places(rows)
+        return StepContext(
+            rows,
+            step.window_phases.index_select(0, places),
+            step.pool_phases.index_select(0, places),
+            None if step.slots is None else step.slots.index_select(0, places),
+            None if step.entries is None else step.entries.index_select(0, places),
+            # Decoded entries lie as the groups do.
+            unpacked=step.unpacked if rows.grouping == step.rows.grouping else {},
+        )
+
     def __call__(
         self,
         layer: int,
@@ -103,7 +116,7 @@ class Attention:
         queries = ops.linear(self._input(latent), weights.wq_b, self._min_rows)
         width = c.num_attention_heads * c.head_dim
         q = ops.rope_(queries[:, :width].unflatten(-1, (c.num_attention_heads, -1)), phases)
-        rows = ops.rope_(ops.rms_norm(kv, weights.kv_norm, c.rms_norm_eps), phases)
+        rows = self._window_rows(weights, kv, phases)
         buffer = self._window_buffer(layer, rows, window)
         if role in (LayerRole.FULL, LayerRole.REINDEX):
             assert weights.index_proj is not None
@@ -181,6 +194,26 @@ class Attention:
         )
         records = self._cache.grids.window.encode(rows.index_select(0, ring_from))
         self._cache.rings[layer].index_copy_(0, ring_to, records)
+
+    def keep_window(
+        self, layer: int, weights: LayerWeights, x: torch.Tensor, step: StepContext, rows: Rows
+    ) -> None:
+        """Keep the window rows of normed inputs x [T, d] of rows that the layer leaves out."""
+        c = self._config
+        is_window = c.role(layer) is LayerRole.WINDOW
+        phases = step.window_phases if is_window else step.pool_phases
+        projected = ops.linear(self._input(x), weights.w_in, self._min_rows)
+        kv = projected[:, c.q_lora_rank : c.q_lora_rank + c.head_dim]
+        kept = self._window_rows(weights, kv, phases.index_select(0, step.rows.places(rows)))
+        ring_from, ring_to = rows.ring_rows([run.stop for run in rows.runs])
+        records = self._cache.grids.window.encode(kept.index_select(0, ring_from))
+        self._cache.rings[layer].index_copy_(0, ring_to, records)
+
+    def _window_rows(
+        self, weights: LayerWeights, kv: torch.Tensor, phases: torch.Tensor
+    ) -> torch.Tensor:
+        """Window rows [T, head_dim] from their projection."""
+        return ops.rope_(ops.rms_norm(kv, weights.kv_norm, self._config.rms_norm_eps), phases)
 
     def _window_buffer(self, layer: int, rows: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
         """The packed window rows [N, head_dim]; afterwards the newest rows are in the ring."""

@@ -7,6 +7,7 @@ layers below E; layer E's KV projections belong to both halves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,22 @@ from ripresa.workers.models.deepseek_v41.weights import LayerWeights, SiteWeight
 
 Observer = Callable[[str, int, torch.Tensor], None]
 """Called with (name, layer, tensor) for what verification compares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What the encoder half makes of a step.
+
+    Attributes:
+        rows: those that passed every layer.
+        streams, pre: their streams [T, n, d] and pre-mix [T, n] between layer E-1 and layer E.
+        num_row_layers: all rows, counted once for each layer that they passed.
+    """
+
+    rows: Rows
+    streams: torch.Tensor
+    pre: torch.Tensor
+    num_row_layers: int
 
 
 class DeepseekV41:
@@ -60,16 +77,17 @@ class DeepseekV41:
         token_ids: torch.Tensor,
         source_windows: Sequence[tuple[int, int]],
         table_rows: Mapping[int, Ids],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Encoded:
         """Rows through the encoder half; block KV of every Full layer up to E is written.
+
+        Where runs have layer starts, a layer computes its rows from there on and keeps the window
+        rows of those below, which the layer before has computed for it.
 
         Args:
             token_ids: [T] int64.
             table_rows: what `Engram.lookup` gave for these rows; empty without n-gram memories.
             source_windows: of each run, layer E's own window rows in [first, stop) are kept too.
 
-        Returns:
-            streams [T, n, d] and pre-mix [T, n] between layer E-1 and layer E.
         """
         c = self._config
         step = self._attention.context(rows)
@@ -77,20 +95,36 @@ class DeepseekV41:
         streams = embedded[:, None, :].expand(-1, c.hc_mult, -1).contiguous()
         pre = streams.new_zeros(len(token_ids), c.hc_mult)
         pre[:, 0] = 1.0
+        first, num_row_layers = rows, 0
         for layer in range(c.split):
+            if not rows.num_rows:
+                break
             if layer in table_rows:
                 assert self._engram is not None
+                table = table_rows[layer]
+                if rows is not first:
+                    table = table[first.places(rows).cpu().numpy()]
                 if self._observe:
-                    self._observe("engram_rows", layer, torch.from_numpy(table_rows[layer]))
-                streams = self._engram.inject(layer, streams, table_rows[layer])
-            streams, pre = self._layer(layer, streams, pre, step, rows.window())
+                    self._observe("engram_rows", layer, torch.from_numpy(table))
+                streams = self._engram.inject(layer, streams, table)
+            kept = rows.at(layer)
+            if kept is not rows:
+                self._leave_out(layer, streams, pre, step, rows.left_out(kept))
+                places = rows.places(kept)
+                streams, pre = streams.index_select(0, places), pre.index_select(0, places)
+                rows, step = kept, self._attention.narrowed(step, kept)
+            if rows.num_rows:
+                streams, pre = self._layer(layer, streams, pre, step, rows.window())
+            num_row_layers += rows.num_rows
+        if not rows.num_rows:
+            return Encoded(rows, streams, pre, num_row_layers)
         source = self._weights.source
         x = ops.hc_collapse(streams, pre)
         x = ops.rms_norm(x, source.attn_norm, c.rms_norm_eps)
         self._attention.write_entries(c.split, source, x, rows)
         if any(stop for _, stop in source_windows):
             self._attention.write_window(c.split, source, x, step, source_windows)
-        return streams, pre
+        return Encoded(rows, streams, pre, num_row_layers)
 
     def decode(
         self,
@@ -136,8 +170,7 @@ class DeepseekV41:
         c = self._config
         weights = self._weights.layers[layer]
         pre_next, post, comb = self._mix(streams, weights.attn_site)
-        x = ops.hc_collapse(streams, pre)
-        x = ops.rms_norm(x, weights.attn_norm, c.rms_norm_eps)
+        x = self._attention_input(weights, streams, pre)
         if self._observe:
             self._observe("attn_input", layer, x)
         if weights.source is not None and layer < c.split:
@@ -156,6 +189,28 @@ class DeepseekV41:
             self._observe("hidden", layer, streams)
             self._observe("pre_mix", layer, pre_next)
         return streams, pre_next
+
+    def _leave_out(
+        self,
+        layer: int,
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        step: StepContext,
+        rows: Rows,
+    ) -> None:
+        """Of rows that pass the layers below only, keep what later rows of this one read."""
+        if rows.num_rows:
+            places, weights = step.rows.places(rows), self._weights.layers[layer]
+            x = self._attention_input(
+                weights, streams.index_select(0, places), pre.index_select(0, places)
+            )
+            self._attention.keep_window(layer, weights, x, step, rows)
+
+    def _attention_input(
+        self, weights: LayerWeights, streams: torch.Tensor, pre: torch.Tensor
+    ) -> torch.Tensor:
+        x = ops.hc_collapse(streams, pre)
+        return ops.rms_norm(x, weights.attn_norm, self._config.rms_norm_eps)
 
     def _mix(
         self, streams: torch.Tensor, site: SiteWeights

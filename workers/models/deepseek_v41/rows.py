@@ -7,7 +7,7 @@ scored together, longer ones one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class Run:
         write_floor: block KV of positions below it is not written.
         block_table: block k holds positions [k * W, (k + 1) * W).
         cut_windows: boundaries X in (start, stop]; the window rows [X-W, X) leave the step.
+        layer_starts: first row that each layer computes; () if all compute all.
     """
 
     slot: int
@@ -37,10 +38,18 @@ class Run:
     write_floor: int
     block_table: Sequence[int]
     cut_windows: tuple[int, ...] = ()
+    layer_starts: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
+
+    def at(self, layer: int) -> Run:
+        """The rows that a layer computes; an empty run at `stop` if it computes none."""
+        if not self.layer_starts or self.layer_starts[layer] <= self.start:
+            return self
+        start = min(self.layer_starts[layer], self.stop)
+        return replace(self, start=start, floor=self.stop if start == self.stop else self.floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,8 @@ class Rows:
         self.runs = runs
         self._layout = layout
         self._device = device
+        self._heads = heads
+        self._min_rows = min_rows
         self._min_group = -(-min_rows // heads) if min_rows else 1
         self._start = np.array([run.start for run in runs], dtype=np.int64)
         self._count = np.array([run.num_rows for run in runs], dtype=np.int64)
@@ -140,6 +151,31 @@ class Rows:
     @property
     def num_rows(self) -> int:
         return len(self._position)
+
+    def at(self, layer: int) -> Rows:
+        """The rows that a layer computes: these themselves unless some are left out."""
+        runs = [run.at(layer) for run in self.runs]
+        return self if runs == list(self.runs) else self._with(runs)
+
+    def left_out(self, kept: Rows) -> Rows:
+        """These rows less those of `kept`, which are the last ones of each run."""
+        runs = zip(self.runs, kept.runs, strict=True)
+        return self._with([replace(mine, stop=other.start) for mine, other in runs])
+
+    def places(self, part: Rows) -> torch.Tensor:
+        """[rows of `part`] int64: where they lie among these."""
+        offset = self._offset - self._start
+        return self._tensor(part._position + offset[part._run_of])
+
+    @property
+    def grouping(self) -> tuple[tuple[int, ...], ...]:
+        """Which runs are read together; the same for rows of the same groups."""
+        several = [(i,) for i, run in enumerate(self.runs) if run.num_rows > 1]
+        single = tuple(i for i, run in enumerate(self.runs) if run.num_rows == 1)
+        return (*several, single) if single else tuple(several)
+
+    def _with(self, runs: Sequence[Run]) -> Rows:
+        return Rows(runs, self._layout, self._device, self._heads, self._min_rows)
 
     def window(self, floors: Sequence[int] | None = None) -> WindowPlan:
         """The window plan for the runs' own floors, or for other ones."""
@@ -244,11 +280,7 @@ class Rows:
     def reads(self, ratio: int) -> list[ReadGroup]:
         """The rows grouped for scoring a pool of this ratio; together they cover every row."""
         if ratio not in self._reads:
-            single = [i for i, run in enumerate(self.runs) if run.num_rows == 1]
-            groups = [[i] for i, run in enumerate(self.runs) if run.num_rows > 1]
-            if single:
-                groups.append(single)
-            self._reads[ratio] = [self._read_group(group, ratio) for group in groups]
+            self._reads[ratio] = [self._read_group(group, ratio) for group in self.grouping]
         return self._reads[ratio]
 
     def unpacked_base(self, ratio: int) -> torch.Tensor:
@@ -263,7 +295,7 @@ class Rows:
             offset += lines * width
         return base
 
-    def _read_group(self, group: list[int], ratio: int) -> ReadGroup:
+    def _read_group(self, group: Sequence[int], ratio: int) -> ReadGroup:
         rows = np.stack([np.arange(self._count[i]) + self._offset[i] for i in group])
         visible = (self._position[rows] + 1) // ratio
         width = max(-(-int(visible.max()) // 32) * 32, 32)
