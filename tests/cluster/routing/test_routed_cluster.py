@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from hash_machine import REWIND, WINDOW
 from hash_requests import prompt as tokens_of
+from peer_cluster import turns_until
 from routed_cluster import INTERVAL, Answered, routed_cluster
 from routed_turns import WINDOWS, ask, check_tokens, turn
 from split_cluster import CONFIG, StepGate
@@ -319,6 +320,9 @@ async def test_working_copies_make_room_before_last_copies() -> None:
         copied = await turn(cluster, ask(shared, "copied"))
         assert copied.placed.worker_id == "d1"
         assert copied.planned.prefix.num_from_peers == copied.recipe.write_floor // WINDOW
+        # The answer to its next report tells d0 which of its blocks are copies now.
+        blocks = cluster.workers_by_id["d0"].engine._core._prefixes.blocks
+        await turns_until(lambda: not blocks.at_risk(9))
         cluster.busy = {"d1": 10_000}
         pressed = await turn(cluster, ask(tokens_of(13, 8 * WINDOW), "pressure"))
         again = await turn(cluster, ask(own, "own again"))
