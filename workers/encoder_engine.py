@@ -237,6 +237,7 @@ class EncoderEngine:
             num_sections = await self._send_parts(job, prompt, transfer)
             await self._send_state(job, prompt, transfer, num_sections)
             await transfer.complete()
+            job.is_prefilled = True
         except BaseException as error:
             self._core.retire(job)
             await transfer.fail(str(job.error or error) or type(error).__name__)

@@ -178,6 +178,7 @@ class EngineCore:
         self._rates = StepRates()
         self._num_encoder_rows = 0
         self._num_row_layers = 0
+        self._num_cut_short_tokens = 0
         self._num_decoder_rows = 0
         self._transfer_bytes = 0
 
@@ -543,6 +544,7 @@ class EngineCore:
             ),
             num_encoder_rows=self._num_encoder_rows,
             num_row_layers=self._num_row_layers,
+            num_cut_short_tokens=self._num_cut_short_tokens,
             num_decoder_rows=self._num_decoder_rows,
             num_queued_rows=self._scheduler.num_queued_rows,
             num_decoding=self._scheduler.num_decoding,
@@ -708,6 +710,7 @@ class EngineCore:
         if progress.is_prefill_done:
             self._finish_claim(job)
             if self._role is WorkerRole.DECODE:
+                job.is_prefilled = True
                 self._release_tail(job)
         if progress.finish is not None:
             if job.prefix.parks:
@@ -804,6 +807,8 @@ class EngineCore:
         self._runner.release_slot(slot)
 
     def _forget(self, job: Job) -> None:
+        if not job.is_prefilled:
+            self._num_cut_short_tokens += job.sequence.counters.encoder_rows
         del self._by_id[job.request.request_id]
         job.released.set()
 

@@ -51,6 +51,7 @@ class Job:
         released: set once its pages are free.
         error: why it failed, if it did.
         tail_bytes: set aside for its encoder output.
+        is_prefilled: its prompt's state is complete on the worker that decodes.
         patience_until: engine clock in seconds until which a WAITING request may wait; None for
             as long as its deadline allows.
     """
@@ -58,6 +59,7 @@ class Job:
     __slots__ = (
         "_moved",
         "error",
+        "is_prefilled",
         "listener",
         "outcome",
         "patience_until",
@@ -83,6 +85,7 @@ class Job:
         self.patience_until: float | None = None
         self.outcome = outcome
         self.tail_bytes = tail_bytes
+        self.is_prefilled = False
         self._moved = asyncio.Event()
 
     def notify(self) -> None:

@@ -317,6 +317,8 @@ class EngineStats:
         counters: rows of all requests by kind, as planned, and bytes sent or received.
         num_encoder_rows, num_decoder_rows: rows that each half of the model really computed.
         num_row_layers: the encoder rows, counted once for each layer that they passed.
+        num_cut_short_tokens: those whose encoder rows were computed of prompts that never got to
+            the first token: cancelled, failed, or computed anew elsewhere.
         num_queued_rows: rows of prompts that are admitted and not computed yet, of both halves.
         num_decoding: streams that take a row of each step.
         num_parked: streams that gave up their pages and wait for others.
@@ -338,6 +340,7 @@ class EngineStats:
     num_encoder_rows: int
     num_decoder_rows: int
     num_row_layers: int = 0
+    num_cut_short_tokens: int = 0
     num_queued_rows: int = 0
     num_decoding: int = 0
     num_parked: int = 0

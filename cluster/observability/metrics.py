@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ripresa.cluster.observability.worker_totals import (
+    CutShortTotals,
     DiskTotals,
     LeaseTotals,
     MoveTotals,
@@ -215,8 +216,14 @@ DIRECTORY_HIT_ERROR = Series(
 WASTED_TOKENS = Series(
     "ripresa_wasted_tokens_total",
     Kind.COUNTER,
-    "Prompt tokens whose rows were computed for an execution that led to no answer, by reason.",
+    "Tokens of prompts that were computed whole for executions that led to no answer, by reason.",
     labels=(("reason", tuple(Waste)),),
+)
+CUT_SHORT_TOKENS = Series(
+    "ripresa_cut_short_tokens_total",
+    Kind.COUNTER,
+    "Computed tokens of prompts that ended before they were whole, of all workers that live long "
+    "enough to say so.",
 )
 LINEAGE_RESTARTS = Series(
     "ripresa_lineage_restarts_total",
@@ -357,6 +364,7 @@ SERIES = (
     PLAN_KIND,
     DIRECTORY_HIT_ERROR,
     WASTED_TOKENS,
+    CUT_SHORT_TOKENS,
     LINEAGE_RESTARTS,
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
@@ -420,6 +428,7 @@ class GatewayMetrics:
         self._pulls = PullTotals()
         self._leases = LeaseTotals()
         self._moves = MoveTotals()
+        self._cut_short = CutShortTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
@@ -471,6 +480,7 @@ class GatewayMetrics:
         self._count_pulls()
         self._count_leases()
         self._count_moves()
+        self.counter(CUT_SHORT_TOKENS).inc(self._cut_short.take(self._workers()))
         return generate_latest(self.registry)
 
     def _count_disks(self) -> None:

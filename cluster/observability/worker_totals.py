@@ -92,6 +92,22 @@ class MoveTotals:
         return added
 
 
+class CutShortTotals:
+    """Tokens that the workers computed of prompts that were never whole, summed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> int:
+        """What was added since the last call."""
+        added = 0
+        for report in reports:
+            now = report.stats.num_cut_short_tokens
+            added += max(0, now - self._newest.get(report.worker_id, 0))
+            self._newest[report.worker_id] = now
+        return added
+
+
 def held_bytes(reports: Iterable[WorkerReport]) -> int:
     """Bytes on disk of all machines; the workers of one share a directory."""
     by_node: dict[str, int] = {}

@@ -107,6 +107,21 @@ async def test_the_split_gives_the_stream_of_the_definition(length: int, tail: T
         assert (decoder.num_encoder_rows, decoder.num_decoder_rows) == (5, tail_rows + 5)
         assert encoder.counters.transfer_bytes == num_bytes
         assert decoder.counters.transfer_bytes == num_bytes
+        assert (encoder.num_cut_short_tokens, decoder.num_cut_short_tokens) == (0, 0)
+
+
+async def test_rows_of_a_prompt_that_was_cut_short_are_counted() -> None:
+    """Those of the step that ran at that moment too."""
+    async with split_cluster() as cluster:
+        gate = StepGate(cluster.encoder_machine, 3)
+        running = asyncio.create_task(cluster.collect(make_request(80)))
+        await gate.reached.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        gate.open()
+        # It waits for the step.
+        await cluster.encoder.stop()
+        assert cluster.encoder.stats().num_cut_short_tokens == 3 * 3 * WINDOW
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,19 @@ def test_leases_are_summed_over_the_lives_of_all_workers() -> None:
     assert read["ripresa_lease_pinned_bytes",] == 100
 
 
+def test_prompts_cut_short_are_summed_over_the_lives_of_all_workers() -> None:
+    def cutting(worker_id: str, num_tokens: int) -> WorkerReport:
+        found = report(worker_id, "n", None)
+        return replace(found, stats=replace(found.stats, num_cut_short_tokens=num_tokens))
+
+    reports = [cutting("a", 300), cutting("b", 0)]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        assert samples(metrics)["ripresa_cut_short_tokens_total",] == 300
+    reports[:1] = [cutting("c", 20), cutting("a", 310)]
+    assert samples(metrics)["ripresa_cut_short_tokens_total",] == 330
+
+
 def test_pulls_are_summed_over_the_lives_of_all_workers() -> None:
     first = PullCounters((("complete", 3), ("late", 1)), received_bytes=70)
     reports = [report("a", "n", None, first), report("b", "n", None)]
