@@ -30,7 +30,7 @@ COMPILE := env -u TRITON_INTERPRET
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED)  ## Start a local cluster, stream an answer, stop everything.
+demo: $(INSTALLED)  ## Start a local cluster, run an agent loop, stop everything.
 	$(BIN)/ripresa demo
 
 serve: $(INSTALLED)  ## Serve until interrupted, by the settings of CONFIG=path if given.

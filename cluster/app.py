@@ -23,7 +23,6 @@ from ray.serve import Application, Deployment
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from ripresa.cluster.client import Client, Completed, Text
 from ripresa.cluster.config import ClusterConfig, check_against_model, load_config
 from ripresa.cluster.controller import Controller
 from ripresa.cluster.directory.index import DirectorySettings
@@ -251,50 +250,6 @@ def serve_forever(config: ClusterConfig) -> None:
         click.echo("Ctrl-C drains and stops.")
         stop.wait()
         click.echo(f"draining for at most {config.gateway.drain_grace_s:.0f} s")
-
-
-DEMO_PROMPT = "A tool loop sends the whole conversation again with every call, so "
-DEMO_TOKENS = 48
-
-
-def run_demo(config: ClusterConfig) -> None:
-    """Start a local cluster, stream one answer through it, say what was computed where, stop.
-
-    Raises:
-        RipresaError: the model or a setting is wrong.
-    """
-    with ExitStack() as stack:
-        with progress("starting the cluster"):
-            cluster = stack.enter_context(local_cluster(config))
-        click.echo(
-            f"{config.encoders.replicas} encoder and {config.decoders.replicas} decode workers, "
-            f"gRPC on {cluster.grpc_address}"
-        )
-        if config.model.path is None:
-            click.echo(
-                "The bundled model's weights are seeded random numbers: the answer is noise, the "
-                "way to it is real."
-            )
-        _stream_demo(cluster.grpc_address)
-        click.echo("stopping")
-        with progress("stopping"):
-            stack.close()
-
-
-def _stream_demo(address: str) -> None:
-    click.echo(f"\n> {DEMO_PROMPT}")
-    with Client(address, connect_timeout_s=30, timeout_s=120) as client:
-        for event in client.generate(DEMO_PROMPT, max_tokens=DEMO_TOKENS, temperature=0.0):
-            match event:
-                case Text():
-                    click.echo(event.text, nl=False)
-                case Completed():
-                    usage = event.usage
-                    first_s = event.timings.time_to_first_token_s or 0.0
-                    click.echo(
-                        f"\n\n{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
-                        f"generated, first one after {1000 * first_s:.0f} ms"
-                    )
 
 
 def _deploy(

@@ -77,7 +77,7 @@ def cli() -> None:
 
     \b
     Try it:
-      ripresa demo                            start, stream one answer, stop
+      ripresa demo                            start, run an agent's loop, stop
       ripresa serve                           serve until Ctrl-C, on 127.0.0.1:9000
       ripresa generate --prompt "Once upon"   ask it, from another terminal
 
@@ -90,10 +90,11 @@ def cli() -> None:
 @click.option("--config", type=config_file, help="Start from this configuration file.")
 @with_overrides
 def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
-    """Start a local cluster, stream one answer through it, stop everything.
+    """Start a local cluster, run an agent's loop with two tools against it, stop everything.
 
     The cluster is the real one, small: a gateway, an encoder worker and a decode worker with the
-    bundled demo model, each in a process of its own.
+    bundled demo model, each in a process of its own. Every turn prints its tool's call and result,
+    and how much of the prompt was cached and computed.
 
     \b
     Examples:
@@ -105,7 +106,7 @@ def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
     settings = _load(config, (*split, *assignments))
     _require_free_ports(settings)
     with progress("loading"):
-        from ripresa.cluster.app import run_demo
+        from ripresa.cluster.demo import run_demo
 
     run_demo(settings)
 

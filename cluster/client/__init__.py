@@ -42,8 +42,10 @@ from ripresa.cluster.client.events import (
 )
 from ripresa.cluster.client.requests import (
     Effort,
+    Message,
     Options,
     Sampling,
+    ToolDefinition,
     system,
     tool,
     tool_result,
@@ -68,6 +70,7 @@ __all__ = [
     "Event",
     "Finished",
     "InvalidRequestError",
+    "Message",
     "NotAuthenticatedError",
     "NotFoundError",
     "NotPermittedError",
@@ -86,6 +89,7 @@ __all__ = [
     "ToolCall",
     "ToolCallPart",
     "ToolCallReady",
+    "ToolDefinition",
     "UnavailableError",
     "Usage",
     "system",

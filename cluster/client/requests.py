@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -62,6 +62,9 @@ class Options(TypedDict, total=False):
     replay_mode: str
     tail: str
 
+
+Message: TypeAlias = pb.Message
+ToolDefinition: TypeAlias = pb.ToolDefinition
 
 Effort = Literal["none", "low", "high", "max"] | int
 """How much the model thinks; a number is 1 to 100, and `none` turns thinking off."""

@@ -25,6 +25,7 @@ class InProcessRouter:
 
     Attributes:
         script: the ids that are repeated until `max_tokens`, a stop id or the end of sentence.
+        answers: scripts of single requests, first to last, before `script` serves the others.
         batch: tokens an event.
         hold: while it is clear, a stream waits before each event after the first token.
         hold_prefill: the same before the first token.
@@ -39,6 +40,7 @@ class InProcessRouter:
     """
 
     script: tuple[int, ...] = (40, 41, 42, 43)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
     batch: int = 1
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     hold_prefill: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,6 +80,7 @@ class InProcessRouter:
         num_prompt, sampling = len(prompt.token_ids), prompt.sampling
         if self.refusals:
             raise self.refusals.pop(0)
+        script = self.answers.pop(0) if self.answers else self.script
         recipe = cold_recipe(num_prompt, 8, prompt.tail, sampling.seed, 1)
         yield Placed("decode-0", self.encoder_id, recipe, "the only one")
         await self.hold_prefill.wait()
@@ -85,7 +88,7 @@ class InProcessRouter:
         done, stop = 0, None
         while done < sampling.max_tokens and stop is None:
             size = min(self.batch, sampling.max_tokens - done)
-            ids = tuple(self.script[(done + k) % len(self.script)] for k in range(size))
+            ids = tuple(script[(done + k) % len(script)] for k in range(size))
             for place, token_id in enumerate(ids):
                 if token_id in stops:
                     ids, stop = ids[: place + 1], token_id
