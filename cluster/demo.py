@@ -1,7 +1,7 @@
 """What does a first run show? An agent's loop with two real tools, and what each turn computed.
 
-The bundled model's weights are random, so the loop chooses the tools and the model fills in what
-their schemas leave open. Calls, results and usage are real.
+The bundled model's weights are random, so the loop asks for a tool by its name each turn. Calls,
+results and usage are real.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run_demo(config: ClusterConfig) -> None:
         if config.model.path is None:
             click.echo(
                 "The bundled model's weights are seeded random numbers: its words are noise. Each "
-                "turn asks for a tool; the model writes the arguments, held to the tool's schema."
+                "turn asks for a tool; the model writes the arguments."
             )
         with Client(cluster.grpc_address, timeout_s=TIMEOUT_S) as client:
             run_loop(client)

@@ -1,14 +1,13 @@
-"""What does every HTTP request bring: a key, a bounded body, an id, a place in the document?"""
+"""What does every HTTP request bring: a key, a bounded body, an id?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends, Request
 
 from ripresa.cluster.gateway.api_keys import api_key
-from ripresa.cluster.gateway.http_fields import Schema, object_schema
 from ripresa.cluster.gateway.service import Call, InferenceService
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.workers.errors import ErrorCode
@@ -51,10 +50,3 @@ async def body_of(request: Request, max_bytes: int) -> bytes:
             )
         parts.append(part)
     return b"".join(parts)
-
-
-def documented(fields: Mapping[str, Schema], required: tuple[str, ...]) -> dict[str, Any]:
-    """The OpenAPI entry of an endpoint with a JSON body."""
-    schema = object_schema(fields, required)
-    content = {"application/json": {"schema": schema}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}

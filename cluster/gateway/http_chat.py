@@ -19,7 +19,8 @@ from ripresa.cluster.gateway.chat_encoding import (
     WholeAnswer,
 )
 from ripresa.cluster.gateway.chat_prompt import AskedChat
-from ripresa.cluster.gateway.http_body import body_of, call_of, documented
+from ripresa.cluster.gateway.http_body import body_of, call_of
+from ripresa.cluster.gateway.http_document import documented
 from ripresa.cluster.gateway.http_fields import (
     CHAT_FIELDS,
     FIELDS,
@@ -165,22 +166,38 @@ class ChatTeller:
         return {"usage": told, "ripresa": our_usage(self._facts)}
 
 
+# What whole answers always have.
+_COMPLETION = ("id", "object", "created", "model", "choices", "usage")
+_MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "usage")
+_RESPONSE = ("id", "object", "created_at", "model", "status", "output", "usage")
+
+
 def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
     """`/v1/chat/completions`, `/v1/messages` and `/v1/responses`."""
     router = APIRouter()
-    required = ("model", "messages")
+    required = ("messages",)
 
-    @router.post("/v1/chat/completions", **documented(CHAT_FIELDS, required))
+    @router.post(
+        "/v1/chat/completions", **documented(CHAT_FIELDS, required, _COMPLETION, streams=True)
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, as OpenAI's Chat Completions."""
         return await _answer(request, service(), Protocol.CHAT_COMPLETIONS)
 
-    @router.post("/v1/messages", **documented(MESSAGES_FIELDS, (*required, "max_tokens")))
+    @router.post(
+        "/v1/messages",
+        **documented(
+            MESSAGES_FIELDS, (*required, "max_tokens"), _MESSAGE, streams=True, anthropic=True
+        ),
+    )
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic's Messages."""
         return await _answer(request, service(), Protocol.MESSAGES)
 
-    @router.post("/v1/messages/count_tokens", **documented(MESSAGES_FIELDS, required))
+    @router.post(
+        "/v1/messages/count_tokens",
+        **documented(MESSAGES_FIELDS, required, ("input_tokens",), anthropic=True),
+    )
     async def count_tokens(request: Request) -> Response:
         """Tokens of a Messages conversation."""
         gateway, call = service(), call_of(request)
@@ -198,7 +215,7 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
 
         return JSONResponse({"input_tokens": await gateway.off_loop(count, call)})
 
-    @router.post("/v1/responses", **documented(RESPONSES_FIELDS, ("model", "input")))
+    @router.post("/v1/responses", **documented(RESPONSES_FIELDS, (), _RESPONSE, streams=True))
     async def responses(request: Request) -> Response:
         """Answer a conversation, as OpenAI's Responses; nothing is stored."""
         return await _answer(request, service(), Protocol.RESPONSES)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, Request, Response
 
 from ripresa.cluster.gateway.chat_encoding import Json
-from ripresa.cluster.gateway.http_body import body_of, call_of, documented
+from ripresa.cluster.gateway.http_body import body_of, call_of
+from ripresa.cluster.gateway.http_document import documented
 from ripresa.cluster.gateway.http_fields import (
     COMPLETION_FIELDS,
     as_it_is,
@@ -176,11 +177,18 @@ class CompletionTeller:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+_COMPLETION = ("id", "object", "created", "model", "choices", "usage")
+"""What a whole answer always has."""
+
+
 def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
     """`/v1/completions`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", **documented(COMPLETION_FIELDS, ("model", "prompt")))
+    @router.post(
+        "/v1/completions",
+        **documented(COMPLETION_FIELDS, ("prompt",), _COMPLETION, streams=True),
+    )
     async def completions(request: Request) -> Response:
         """Go on with a text or with token ids."""
         gateway, call = service(), call_of(request)

@@ -246,10 +246,13 @@ def as_it_is(parameter: str) -> str:
 
 
 def object_schema(fields: Mapping[str, Schema], required: tuple[str, ...]) -> Json:
-    """The OpenAPI schema of a request body."""
+    """The OpenAPI schema of a request body; null is as good as leaving a field out."""
     return {
         "type": "object",
-        "properties": {name: dict(schema) for name, schema in fields.items()},
+        "properties": {
+            name: dict(schema) if name in required else {"anyOf": [dict(schema), {"type": "null"}]}
+            for name, schema in fields.items()
+        },
         "required": list(required),
         "additionalProperties": False,
     }

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,6 +16,7 @@ from starlette.types import Message as ASGIMessage
 from ripresa.cluster.gateway.http_body import REQUEST_ID, authenticated, call_of
 from ripresa.cluster.gateway.http_chat import chat_routes
 from ripresa.cluster.gateway.http_completions import completion_routes
+from ripresa.cluster.gateway.http_document import errors
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import anthropic_error, http_error
@@ -37,7 +38,9 @@ def http_app(
         service: asked at each request, since a Serve replica makes it after the application.
         explain: how a request was placed, whichever gateway did; None asks this one alone.
     """
-    app = FastAPI(title="ripresa", version=VERSION, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="ripresa", version=VERSION, docs_url=None, redoc_url=None, responses=errors()
+    )
     app.add_middleware(RequestIds)
     authentication = [authenticated(service)]
     for routes in (chat_routes, completion_routes, token_routes):
@@ -48,12 +51,12 @@ def http_app(
 
     explain = explain or explain_here
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         """The process is alive."""
         return Response(status_code=200)
 
-    @app.get("/ready")
+    @app.get("/ready", response_class=Response)
     async def ready() -> Response:
         """A request could be served now; 503 until then and while draining."""
         if not await service().ready():
@@ -69,7 +72,7 @@ def http_app(
         """How a request of the caller was placed, and what of it came true."""
         return {"lines": await explain(scoped_id(call_of(request).tenant, request_id))}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Every series of this gateway in Prometheus's text format."""
         return Response(service().metrics.render(), media_type=CONTENT_TYPE)

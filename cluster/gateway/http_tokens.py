@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Request
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
-from ripresa.cluster.gateway.http_body import body_of, call_of, documented
+from ripresa.cluster.gateway.http_body import body_of, call_of
+from ripresa.cluster.gateway.http_document import documented
 from ripresa.cluster.gateway.http_fields import CHAT_FIELDS, conversation_of, options_of, read_body
 from ripresa.cluster.gateway.served_model import check_model, check_text_fits, check_token_ids
 from ripresa.cluster.gateway.service import InferenceService
@@ -40,7 +41,10 @@ def token_routes(service: Callable[[], InferenceService]) -> APIRouter:
         check_model(model, service().model, "model")
         return _model(service(), began)
 
-    @router.post("/tokenize", **documented(TOKENIZE_FIELDS, ()))
+    @router.post(
+        "/tokenize",
+        **documented(TOKENIZE_FIELDS, (), ("tokens", "count", "max_model_len", "cached_tokens")),
+    )
     async def tokenize(request: Request) -> Json:
         """The token ids of a text, or of a conversation as it would be rendered, and how many of
         them the cluster holds the state of."""
@@ -70,7 +74,7 @@ def token_routes(service: Callable[[], InferenceService]) -> APIRouter:
             "cached_tokens": await gateway.num_held_tokens(tokens, cache_salt, call),
         }
 
-    @router.post("/detokenize", **documented(DETOKENIZE_FIELDS, ("tokens",)))
+    @router.post("/detokenize", **documented(DETOKENIZE_FIELDS, ("tokens",), ("prompt",)))
     async def detokenize(request: Request) -> Json:
         """The text of some token ids."""
         gateway, call = service(), call_of(request)

@@ -185,7 +185,7 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict
     return wire.http, headers, {"error": body}
 
 
-_ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
+ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
     {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -204,7 +204,7 @@ def anthropic_error(
 ) -> tuple[int, dict[str, str], dict[str, object]]:
     """HTTP status, headers and a body in the shape of Anthropic's API."""
     code, headers, _ = http_error(error)
-    told = {"type": _ANTHROPIC_TYPES.get(code, "api_error"), "message": shorten(str(error))}
+    told = {"type": ANTHROPIC_TYPES.get(code, "api_error"), "message": shorten(str(error))}
     return code, headers, {"type": "error", "error": told, "request_id": request_id}
 
 

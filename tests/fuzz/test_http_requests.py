@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2 as httpx
 import pytest
+from chat_gateway import ChatGateway
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_process_router import InProcessRouter
 
-from ripresa.cluster.config import DEMO_MODEL
-from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.http_fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     MESSAGES_FIELDS,
     RESPONSES_FIELDS,
 )
-from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.http_tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
-from ripresa.cluster.gateway.served_model import ServedModel
-from ripresa.cluster.gateway.service import InferenceService
-from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.observability.metrics import GatewayMetrics
 
 NUM_EXAMPLES = int(os.environ.get("RIPRESA_FUZZ_EXAMPLES", "60"))
 ENDPOINTS = {
@@ -88,38 +79,14 @@ def bodies(draw: st.DrawFn, fields: Any) -> dict[str, Any]:
     return body
 
 
-class Gateway:
-    """The application, called in this process, on a loop of its own."""
-
-    def __init__(self) -> None:
-        tokenizer = Tokenizer(DEMO_MODEL / "tokenizer.json")
-        encoding = ChatEncoding(tokenizer, DEMO_MODEL / "tokenizer.json", "deepseek-demo")
-        model = ServedModel("deepseek-demo", 2048, tokenizer.num_ids, 1, "ab12")
-        self.runner = asyncio.Runner()
-        self.router = InProcessRouter(batch=40)
-        self.service = InferenceService(
-            self.router, model, tokenizer, GatewayMetrics(), encoding=encoding, max_running=8
-        )
-        transport = httpx.ASGITransport(http_app(lambda: self.service))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60)
-
-    def post(self, path: str, content: bytes) -> httpx.Response:
-        return self.runner.run(self.client.post(path, content=content))
-
-    def close(self) -> None:
-        self.runner.run(self.client.aclose())
-        self.service.close()
-        self.runner.close()
-
-
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway()
+def gateway() -> Iterator[ChatGateway]:
+    gateway = ChatGateway()
     yield gateway
     gateway.close()
 
 
-def check(gateway: Gateway, path: str, content: bytes) -> None:
+def check(gateway: ChatGateway, path: str, content: bytes) -> None:
     response = gateway.post(path, content)
     assert response.status_code in (200, 400, 404, 409), (response.status_code, response.text)
     assert response.headers["x-request-id"]
@@ -133,7 +100,7 @@ def check(gateway: Gateway, path: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_no_request_is_a_failure_of_ours(gateway: Gateway, path: str) -> None:
+def test_no_request_is_a_failure_of_ours(gateway: ChatGateway, path: str) -> None:
     @settings(max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
     @given(bodies(ENDPOINTS[path]))
     def send(body: dict[str, Any]) -> None:
@@ -144,6 +111,6 @@ def test_no_request_is_a_failure_of_ours(gateway: Gateway, path: str) -> None:
 
 @given(content=st.binary(max_size=60))
 @settings(max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_bytes_are_a_failure_of_ours(gateway: Gateway, content: bytes) -> None:
+def test_no_bytes_are_a_failure_of_ours(gateway: ChatGateway, content: bytes) -> None:
     for path in ENDPOINTS:
         check(gateway, path, content)
