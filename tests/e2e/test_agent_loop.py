@@ -17,7 +17,7 @@ import pytest
 import ray.cloudpickle
 import scripted_worker
 from chat_support import calls_block, encode_output
-from served_cluster import ServedCluster, served_cluster
+from served_cluster import ServedCluster, eventually, served_cluster
 
 MODEL = "deepseek-v4.1-demo"
 EOS = 1
@@ -60,7 +60,7 @@ def scripted() -> Iterator[ServedCluster]:
     """One decode worker that says the same three answers again and again."""
     ray.cloudpickle.register_pickle_by_value(scripted_worker)
     scripted_worker.SCRIPT[:] = [(*encode_output(answer), EOS) for answer in ANSWERS]
-    settings = ("encoders.replicas=0", "decoders.replicas=1", "decoders.num_blocks=320")
+    settings = ("encoders.replicas=0", "decoders.replicas=1", "decoders.num_blocks=128")
     with (
         mock.patch("ripresa.cluster.app.DecodeWorker", scripted_worker.DecodeWorker),
         served_cluster(*settings) as cluster,
@@ -185,6 +185,43 @@ def test_messages(scripted: ServedCluster, url: str) -> None:
             messages.append({"role": "user", "content": results})
     assert names == ["get_weather", "to_fahrenheit"]
     assert answer.content[-1].text == FINAL
+    scripted.assert_idle()
+
+
+def test_a_session_whose_tool_runs_is_whole_when_others_are_evicted(
+    scripted: ServedCluster, client: openai.OpenAI
+) -> None:
+    """Six requests take the script's three answers twice."""
+
+    def granted() -> int:
+        (worker,) = scripted.workers().values()
+        return dict(scripted.report(worker).stats.leases.outcomes)["granted"]
+
+    def complete(prompt: list[int], session: str, max_tokens: int) -> Any:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=max_tokens, extra_body={"session_id": session}
+        )
+        return answer.usage
+
+    def check() -> None:
+        assert granted() == before + 1
+
+    before = granted()
+    messages: list[Any] = [{"role": "user", "content": f"{QUESTION} {'Be exact. ' * 100}"}]
+    said, leased = chat_turn(client, messages, stream=False)
+    plain = [number % 1000 + 200 for number in range(1500)]
+    complete(plain, "plain", 4)
+    eventually(check)
+    for number in range(2):
+        complete([(number + k * k) % 2000 + 200 for k in range(7900)], "", 1)
+    messages.append(said)
+    for call in said["tool_calls"]:
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "-3"})
+    _, after = chat_turn(client, messages, stream=False)
+    # It goes on behind the last block that was complete, or from its state: nobody named a session.
+    assert after.prompt_tokens_details.cached_tokens >= leased.total_tokens - 2 * 128
+    evicted = complete([*plain, 300], "plain", 4)
+    assert evicted.prompt_tokens_details.cached_tokens == 0
     scripted.assert_idle()
 
 
