@@ -28,7 +28,7 @@ from ripresa.cluster.controller import Controller
 from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.api_keys import KeyFile
-from ripresa.cluster.gateway.deployment import Gateway, GatewayStart
+from ripresa.cluster.gateway.deployment import AdminStart, Gateway, GatewayStart
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.progress import progress
 from ripresa.cluster.routing.handles import TargetRouter
@@ -67,8 +67,9 @@ def build_app(config: ClusterConfig) -> Application:
     folder = model_folder(config.model.path or "")
     with Checkpoint(folder):
         pass  # Its headers agree with its files, which need not wait for a worker's start.
-    if config.gateway.api_keys_file is not None:
-        KeyFile(Path(config.gateway.api_keys_file))  # It can be read, or nothing starts.
+    for keys in (config.gateway.api_keys_file, config.admin.api_keys_file):
+        if keys is not None:
+            KeyFile(Path(keys))  # It can be read, or nothing starts.
     controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
     link = directory_link(config, model.sliding_window)
     announcer = unheard if link is None else link.announcer
@@ -110,6 +111,7 @@ def build_app(config: ClusterConfig) -> Application:
         planner=config.planner,
         directory=link,
         api_keys_file=gateway.api_keys_file,
+        admin=AdminStart(config.admin.host, config.admin.port, config.admin.api_keys_file),
     )
     return _deploy(Gateway, gateway.replicas, shutdown_s=gateway.drain_grace_s + 10).bind(
         start, controller, decoders, encoders
@@ -155,12 +157,15 @@ class LocalCluster:
         config: what it was started with.
         grpc_address: where the first gateway serves gRPC.
         http_address: where HTTP is served.
+        admin_address: where the first gateway serves Admin.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         port = self.handle(GATEWAY).grpc_port.remote().result(timeout_s=30)
         self.grpc_address = f"{config.gateway.grpc_host}:{port}"
+        admin_port = self.handle(GATEWAY).admin_port.remote().result(timeout_s=30)
+        self.admin_address = f"{config.admin.host}:{admin_port}"
         self.http_address = f"{config.gateway.http_host}:{config.gateway.http_port}"
 
     def handle(self, deployment: str) -> DeploymentHandle[Any]:

@@ -222,6 +222,8 @@ def _require_free_ports(settings: ClusterConfig) -> None:
             require_free_port(gateway.grpc_host, gateway.grpc_port, "gateway.grpc_port")
         if gateway.http_port != 0:
             require_free_port(gateway.http_host, gateway.http_port, "gateway.http_port")
+        if settings.admin.port != 0:
+            require_free_port(settings.admin.host, settings.admin.port, "admin.port")
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = Path(ripresa.workers.demo.__file__).parent
 """The bundled model's configuration and tokenizer; its weights are made on first use."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_TEMP_DIR_CHARS = 40
 """Ray puts Unix sockets about 65 characters below it, and their paths end at 107."""
 
@@ -156,6 +157,29 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AdminSettings:
+    """The operators' door: gRPC on a port of its own, in every gateway.
+
+    Attributes:
+        host, port: where it is served; port 0 takes a free one.
+        api_keys_file: operators' keys, in the same form as `gateway.api_keys_file`. Null asks for
+            none, which is refused where others could reach the port.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = setting(9001, at_least=0, at_most=65535)
+    api_keys_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_keys_file is None and self.host not in LOOPBACK:
+            raise ConfigError(
+                "admin.host",
+                f"{self.host} lets other machines drain workers; set admin.api_keys_file, or "
+                "stay on 127.0.0.1",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class TransferSettings:
     """How state travels between workers.
 
@@ -259,6 +283,7 @@ class ClusterConfig:
     encoders: EncoderSettings = field(default_factory=EncoderSettings)
     decoders: DecoderSettings = field(default_factory=DecoderSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    admin: AdminSettings = field(default_factory=AdminSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     windows: WindowConfig = field(default_factory=WindowConfig)
     parked: ParkConfig = field(default_factory=ParkConfig)
@@ -291,6 +316,8 @@ class ClusterConfig:
             raise ConfigError(
                 "gateway.http_port", f"{gateway.http_port} is already gateway.grpc_port"
             )
+        if self.admin.port != 0 and self.admin.port in (gateway.grpc_port, gateway.http_port):
+            raise ConfigError("admin.port", f"{self.admin.port} is already one of the gateway's")
         if gateway.replicas > 1 and gateway.grpc_port == 0:
             raise ConfigError("gateway.grpc_port", "several gateways need a port that is not 0")
         if self.ray.temp_dir is not None:

@@ -1848,6 +1848,7 @@ class Worker(_message.Message):
     KV_BYTES_USED_FIELD_NUMBER: _builtins.int
     KV_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     node_id: _builtins.str
     state: Global___WorkerState.ValueType
@@ -1856,6 +1857,9 @@ class Worker(_message.Message):
     kv_bytes_used: _builtins.int
     kv_bytes_total: _builtins.int
     open_sessions: _builtins.int
+    """whose states are parked here"""
+    kind: _builtins.str
+    """encoder | decode"""
     def __init__(
         self,
         *,
@@ -1867,10 +1871,11 @@ class Worker(_message.Message):
         kv_bytes_used: _builtins.int = ...,
         kv_bytes_total: _builtins.int = ...,
         open_sessions: _builtins.int = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes_total", b"kv_bytes_total", "kv_bytes_used", b"kv_bytes_used", "node_id", b"node_id", "open_sessions", b"open_sessions", "running_requests", b"running_requests", "state", b"state", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "kv_bytes_total", b"kv_bytes_total", "kv_bytes_used", b"kv_bytes_used", "node_id", b"node_id", "open_sessions", b"open_sessions", "running_requests", b"running_requests", "state", b"state", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1885,9 +1890,11 @@ class DrainWorkerRequest(_message.Message):
     MIGRATE_PREFIXES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     migrate_prefixes: _builtins.bool
-    """push hot KV to peers before leaving"""
+    """sessions' states and their KV go to peers before it leaves"""
     @_builtins.property
-    def grace_period(self) -> _duration_pb2.Duration: ...
+    def grace_period(self) -> _duration_pb2.Duration:
+        """How long its streams may go on there, 30 s if absent; then they go on elsewhere."""
+
     def __init__(
         self,
         *,
@@ -1912,8 +1919,10 @@ class DrainProgress(_message.Message):
     SESSIONS_LEFT_FIELD_NUMBER: _builtins.int
     BYTES_MIGRATED_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
+    """the stream ends with DRAINED"""
     running_requests: _builtins.int
     sessions_left: _builtins.int
+    """whose states are parked there and nowhere else"""
     bytes_migrated: _builtins.int
     def __init__(
         self,
@@ -1976,8 +1985,9 @@ class GetPrefixStatsRequest(_message.Message):
     TENANT_ID_FIELD_NUMBER: _builtins.int
     TOP_PREFIXES_FIELD_NUMBER: _builtins.int
     tenant_id: _builtins.str
-    """empty = all"""
+    """whose prefixes are in `top`; empty = all"""
     top_prefixes: _builtins.int
+    """how many, at most 100"""
     def __init__(
         self,
         *,
@@ -1994,42 +2004,19 @@ Global___GetPrefixStatsRequest: _TypeAlias = GetPrefixStatsRequest  # noqa: Y015
 
 @_typing.final
 class PrefixStats(_message.Message):
+    """Of the prefix directory since it started: what it was asked for and knew of. Tokens by source,
+    as they were really used, are in the metrics.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class HitTokensByTierEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     LOOKUPS_FIELD_NUMBER: _builtins.int
     LOOKUP_TOKENS_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
-    REPLAYED_TOKENS_FIELD_NUMBER: _builtins.int
-    EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
-    HIT_TOKENS_BY_TIER_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     lookups: _builtins.int
     lookup_tokens: _builtins.int
     hit_tokens: _builtins.int
-    replayed_tokens: _builtins.int
-    evicted_tokens: _builtins.int
-    @_builtins.property
-    def hit_tokens_by_tier(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixEntry]: ...
     def __init__(
@@ -2038,14 +2025,11 @@ class PrefixStats(_message.Message):
         lookups: _builtins.int = ...,
         lookup_tokens: _builtins.int = ...,
         hit_tokens: _builtins.int = ...,
-        replayed_tokens: _builtins.int = ...,
-        evicted_tokens: _builtins.int = ...,
-        hit_tokens_by_tier: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         top: _abc.Iterable[Global___PrefixEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_tokens", b"evicted_tokens", "hit_tokens", b"hit_tokens", "hit_tokens_by_tier", b"hit_tokens_by_tier", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "replayed_tokens", b"replayed_tokens", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_tokens", b"hit_tokens", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2086,6 +2070,8 @@ Global___PrefixEntry: _TypeAlias = PrefixEntry  # noqa: Y015
 
 @_typing.final
 class FlushPrefixCacheRequest(_message.Message):
+    """Empty = all tenants, all workers. Running requests keep what they use."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_ID_FIELD_NUMBER: _builtins.int
@@ -2112,6 +2098,7 @@ class FlushPrefixCacheResponse(_message.Message):
 
     TOKENS_DROPPED_FIELD_NUMBER: _builtins.int
     tokens_dropped: _builtins.int
+    """of block KV; every copy counts, on disk too"""
     def __init__(
         self,
         *,

@@ -173,9 +173,11 @@ class DecodeEngine:
         """See `EngineCore.end_session`."""
         self._core.end_session(tenant_salt, session_id)
 
-    def departure(self, own: WorkerAddress, adopt: Adopt, tell: Tell) -> Departure:
+    def departure(
+        self, own: WorkerAddress, adopt: Adopt, tell: Tell, on_change: Callable[[], None]
+    ) -> Departure:
         """The engine's way out; see `Departure`."""
-        return Departure(self._core, own, adopt, tell)
+        return Departure(self._core, own, adopt, tell, on_change)
 
     async def adopt(self, request: GenerationRequest) -> bool:
         """See `EngineCore.adopt`."""
@@ -185,6 +187,10 @@ class DecodeEngine:
     def exchange(self) -> PrefixExchange:
         """What the worker exchanges with its peers' caches."""
         return self._core.exchange
+
+    async def flush(self, tenant: str | None) -> int:
+        """See `EngineCore.flush`."""
+        return await self._core.flush(tenant)
 
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""

@@ -61,13 +61,14 @@ class DecodeWorker:
         self._transfers.receive(self._engine.exchange, self._engine)
         self._announcer.advise(self._engine.advise)
         self._announcer.describe(self._engine.room)
-        tell = tell_moves_to(controller)
-        self._departure = self._engine.departure(own, others.adopt, tell)
-        await self._announcer.start()
-        await self._engine.start()
         self._heartbeat = Heartbeat(
             self._report, report_to(controller), settings.heartbeat_interval_s
         )
+        self._departure = self._engine.departure(
+            own, others.adopt, tell_moves_to(controller), self._heartbeat.soon
+        )
+        await self._announcer.start()
+        await self._engine.start()
         await self._heartbeat.start()
 
     async def generate(
@@ -115,6 +116,11 @@ class DecodeWorker:
         """See `Departure.stay`."""
         require_target(self._worker_id, worker_id)
         await self._departure.stay()
+
+    async def flush(self, tenant: str | None, *, worker_id: str) -> int:
+        """See `EngineCore.flush`."""
+        require_target(self._worker_id, worker_id)
+        return await self._engine.flush(tenant)
 
     async def report(self, *, worker_id: str) -> WorkerReport:
         """This worker's report, now."""

@@ -14,9 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import Any, Protocol
 
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.parked_states import ParkedSession
@@ -90,7 +88,7 @@ class Leaving(Protocol):
     def fail_all(self, error: RipresaError) -> None:
         """End every request with this error."""
 
-    def sessions(self) -> Sequence[ParkedSession[torch.Tensor]]:
+    def sessions(self) -> Sequence[ParkedSession[Any]]:
         """The sessions whose states are parked, the latest first."""
 
 
@@ -111,9 +109,18 @@ class Departure:
         own: this worker.
         adopt: how another worker is asked to take a session.
         tell: hears of the moves.
+        on_change: called when the state has changed.
     """
 
-    def __init__(self, engine: Leaving, own: WorkerAddress, adopt: Adopt, tell: Tell) -> None:
+    def __init__(
+        self,
+        engine: Leaving,
+        own: WorkerAddress,
+        adopt: Adopt,
+        tell: Tell,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._on_change = on_change
         self._engine = engine
         self._own = own
         self._adopt = adopt
@@ -164,7 +171,7 @@ class Departure:
         """Serve again. Idempotent."""
         await self._end_task()
         self._engine.stay()
-        self._state = WorkerState.READY
+        self._move_to(WorkerState.READY)
 
     async def close(self) -> None:
         """The process ends."""
@@ -179,7 +186,7 @@ class Departure:
             self._bytes_before = self._engine.num_bytes_served
             self._moved.clear()
         self._order = order
-        self._state = WorkerState.DRAINING
+        self._move_to(WorkerState.DRAINING)
         self._engine.leave()
         self._task = asyncio.create_task(self._run(order), name="drain")
 
@@ -202,9 +209,13 @@ class Departure:
             await self._engine.emptied()
         # Those whose turns have ended meanwhile.
         await self._give_away(order.receivers)
-        self._state = WorkerState.DRAINED
+        self._move_to(WorkerState.DRAINED)
 
-    def _left(self) -> list[ParkedSession[torch.Tensor]]:
+    def _move_to(self, state: WorkerState) -> None:
+        self._state = state
+        self._on_change()
+
+    def _left(self) -> list[ParkedSession[Any]]:
         """Sessions that are parked here alone."""
         return [session for session in self._engine.sessions() if _key(session) not in self._moved]
 
@@ -218,7 +229,7 @@ class Departure:
                 group.create_task(self._give(left, receivers))
 
     async def _give(
-        self, left: Iterable[ParkedSession[torch.Tensor]], receivers: Sequence[WorkerAddress]
+        self, left: Iterable[ParkedSession[Any]], receivers: Sequence[WorkerAddress]
     ) -> None:
         for session in left:
             first = self._num_moves
@@ -231,7 +242,7 @@ class Departure:
                     break
 
     async def _has_taken(
-        self, receiver: WorkerAddress, session: ParkedSession[torch.Tensor], number: int
+        self, receiver: WorkerAddress, session: ParkedSession[Any], number: int
     ) -> bool:
         request = self._request(session, number)
         try:
@@ -241,7 +252,7 @@ class Departure:
             logger.warning("%s took no session: %s", receiver.worker_id, error)
             return False
 
-    def _request(self, session: ParkedSession[torch.Tensor], number: int) -> GenerationRequest:
+    def _request(self, session: ParkedSession[Any], number: int) -> GenerationRequest:
         """A turn of the session that is never run: what it needs is what is to be brought."""
         tokens, recipe, window = session.state.token_ids, session.state.recipe, self._engine.window
         num_blocks = len(tokens) // window
@@ -266,9 +277,7 @@ class Departure:
             sources=PrefixSources(blocks, image=ImageSource(self._own, len(tokens))),
         )
 
-    async def _tell_move(
-        self, receiver: WorkerAddress, session: ParkedSession[torch.Tensor]
-    ) -> None:
+    async def _tell_move(self, receiver: WorkerAddress, session: ParkedSession[Any]) -> None:
         salt, session_id, num_tokens = _key(session)
         try:
             await self._tell([SessionMove(salt, session_id, num_tokens, receiver.worker_id)])
@@ -276,5 +285,5 @@ class Departure:
             logger.warning("nobody heard where a session is now: %s", error)
 
 
-def _key(session: ParkedSession[torch.Tensor]) -> tuple[bytes, str, int]:
+def _key(session: ParkedSession[Any]) -> tuple[bytes, str, int]:
     return session.tenant_salt, session.session_id, len(session.state.token_ids)

@@ -186,6 +186,17 @@ class DiskTier:
         """Wait until all that was kept so far is written or dropped."""
         await asyncio.to_thread(self._writer.flush)
 
+    async def forget(self, tenant: str | None) -> int:
+        """Remove a tenant's blocks, None for everybody's, those that wait to be written included.
+
+        How many went.
+
+        Raises:
+            RipresaError: UNAVAILABLE; the store cannot be reached.
+        """
+        await self.flush()
+        return await asyncio.to_thread(self._store.forget, tenant)
+
     async def close(self) -> None:
         """Write what waits. Idempotent."""
         await asyncio.to_thread(self._writer.close)

@@ -194,9 +194,15 @@ class EncoderEngine:
         """What the worker exchanges with its peers' caches."""
         return self._core.exchange
 
-    def departure(self, own: WorkerAddress, adopt: Adopt, tell: Tell) -> Departure:
+    def departure(
+        self, own: WorkerAddress, adopt: Adopt, tell: Tell, on_change: Callable[[], None]
+    ) -> Departure:
         """The engine's way out; see `Departure`. It parks no sessions."""
-        return Departure(self._core, own, adopt, tell)
+        return Departure(self._core, own, adopt, tell, on_change)
+
+    async def flush(self, tenant: str | None) -> int:
+        """See `EngineCore.flush`."""
+        return await self._core.flush(tenant)
 
     async def flush_disk(self) -> None:
         """See `EngineCore.flush_disk`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,6 +36,7 @@ from ripresa.workers.cache.cache_events import (
     Room,
     Tier,
     Unheard,
+    tenant_digest,
 )
 from ripresa.workers.cache.parked_states import ParkedSession
 from ripresa.workers.config import EngineConfig
@@ -501,6 +503,30 @@ class EngineCore:
     def count_transfer(self, num_bytes: int) -> None:
         """Add bytes that a transfer moved to the engine's totals."""
         self._transfer_bytes += num_bytes
+
+    async def flush(self, tenant: str | None) -> int:
+        """Forget a tenant's cached state (`tenant_digest`; None for everybody's).
+
+        Running requests keep what they use. Tokens of the blocks that went, each copy counts.
+
+        Raises:
+            RipresaError: UNAVAILABLE; the disk cannot be reached. Memory is flushed all the same.
+        """
+        prefixes = self._prefixes
+        number = prefixes.blocks.withdraw(
+            lambda record: tenant is None or record.origin.tenant == tenant
+        )
+        if tenant is None:
+            prefixes.windows.clear()
+        else:
+            prefixes.windows.drop_tenant(tenant)
+        for session in prefixes.parked.sessions(-math.inf):
+            if tenant is None or tenant_digest(session.tenant_salt) == tenant:
+                prefixes.leases.end_session(session.tenant_salt, session.session_id)
+        await self.flush_disk()
+        if self._disk is not None:
+            number += await self._disk.forget(tenant)
+        return number * self._runner.window
 
     async def flush_disk(self) -> None:
         """Wait until every block published so far is on disk, or dropped."""

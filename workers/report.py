@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
@@ -91,7 +92,12 @@ class Heartbeat:
         self._make = make
         self._send = send
         self._interval_s = interval_s
+        self._is_due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    def soon(self) -> None:
+        """Something changed that others should hear of: report now, not when it is time."""
+        self._is_due.set()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="heartbeat")
@@ -108,4 +114,7 @@ class Heartbeat:
                     await self._send(replace(self._make(), number=number))
             except (RipresaError, TimeoutError) as error:
                 logger.warning("a report was not delivered: %s", error)
-            await asyncio.sleep(self._interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._is_due.wait()
+            self._is_due.clear()

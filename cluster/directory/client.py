@@ -5,22 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from ripresa.cluster.directory.events import Answer, Lookup, PlanByLoad, Receipt, Reply, Report
-from ripresa.cluster.directory.index import shard_of
+from ripresa.cluster.directory.events import (
+    Answer,
+    HotPrefix,
+    Lookup,
+    PlanByLoad,
+    Receipt,
+    Reply,
+    Report,
+)
+from ripresa.cluster.directory.index import DirectoryCounters, shard_of
 from ripresa.cluster.directory.publisher import Ask, Send
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import Unkept
-from ripresa.workers.errors import RipresaError
+from ripresa.workers.errors import RipresaError, Unavailable
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import ReplayMode
 
 logger = logging.getLogger(__name__)
 
 WHAT = "the prefix directory"
+STATS_TIMEOUT_S = 5.0
 
 
 class DirectoryActors:
@@ -164,6 +174,37 @@ class DirectoryClient:
         """This incarnation of a worker is dead."""
         for shard in range(len(self._actors)):
             self._actors.tell(shard, "lost", worker, incarnation)
+
+    async def counters(self) -> DirectoryCounters:
+        """What happened in all shards so far.
+
+        Raises:
+            RipresaError: a shard does not answer.
+        """
+        total = DirectoryCounters()
+        for shard in await self._of_all("counters"):
+            for field in fields(DirectoryCounters):
+                setattr(total, field.name, getattr(total, field.name) + getattr(shard, field.name))
+        return total
+
+    async def top(self, count: int, tenant: str | None) -> list[HotPrefix]:
+        """The prefixes that are asked for most, of a tenant (`tenant_digest`) or of all.
+
+        Raises:
+            RipresaError: a shard does not answer.
+        """
+        found = [hot for shard in await self._of_all("top", count, tenant) for hot in shard]
+        return sorted(found, key=lambda hot: (-hot.num_hits, -hot.num_blocks))[:count]
+
+    async def _of_all(self, method: str, *args: object) -> list[Any]:
+        shards = range(len(self._actors))
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                return await asyncio.gather(
+                    *(self._actors.call(shard, method, *args) for shard in shards)
+                )
+        except TimeoutError as error:
+            raise Unavailable(f"{WHAT} does not answer") from error
 
     def _shard(self, hashes: Sequence[bytes]) -> int:
         return shard_of(hashes[0], len(self._actors))

@@ -163,6 +163,23 @@ class Stretch(NamedTuple):
     holdings: tuple[Holding, ...]
 
 
+class HotPrefix(NamedTuple):
+    """A prefix that is asked for often.
+
+    Attributes:
+        last_hash: of its last block, the tenant's salt included.
+        num_hits: lookups that ended with it, or parted behind it.
+        workers: who holds its last block.
+        age_s: seconds since the last of them.
+    """
+
+    last_hash: bytes
+    num_blocks: int
+    num_hits: int
+    workers: tuple[str, ...]
+    age_s: float
+
+
 class Lookup(NamedTuple):
     """What is known of a prompt's blocks.
 

@@ -22,6 +22,7 @@ from ripresa.cluster.directory.events import (
     HeldKind,
     Holder,
     Holding,
+    HotPrefix,
     Lead,
     Lineage,
     Lookup,
@@ -35,6 +36,7 @@ from ripresa.cluster.directory.events import (
     Tier,
 )
 from ripresa.cluster.directory.holdings import Holdings, HoldingsTable, Row
+from ripresa.cluster.directory.hot_prefixes import HotPrefixes
 from ripresa.cluster.directory.prefix_memory import Node, PrefixMemory
 from ripresa.cluster.directory.single_flight import SingleFlight
 from ripresa.cluster.placement import keeping_worker
@@ -79,9 +81,12 @@ class DirectoryCounters:
         num_receipts, num_late_receipts: the latter speak of workers that are gone.
         num_overestimated_blocks, num_underestimated_blocks: planned minus real hits, by sign.
         num_drifted_blocks: wrong entries that receipts removed.
+        num_lookup_blocks, num_found_blocks: asked for by lookups, and held by somebody.
     """
 
     num_lookups: int = 0
+    num_lookup_blocks: int = 0
+    num_found_blocks: int = 0
     num_leads: int = 0
     num_follows: int = 0
     num_reports: int = 0
@@ -117,6 +122,7 @@ class PrefixIndex:
         self._memory = PrefixMemory(settings.capacity_blocks, self._table.empty)
         self._streams = DeltaStreams(incarnation, settings.late_s, settings.lease_s)
         self._flight = SingleFlight(settings.claim_s, settings.max_claimed_blocks)
+        self._hot = HotPrefixes()
 
     def __len__(self) -> int:
         """Remembered blocks, some perhaps held by nobody any more."""
@@ -139,7 +145,7 @@ class PrefixIndex:
         """
         self._expire(now)
         self.counters.num_lookups += 1
-        spans = self._spans(hashes)
+        spans = self._spans(hashes, now)
         trusted = self._streams.trusted(now)
         prefixes: list[Prefix] = []
         chains: list[Chain] = []
@@ -303,14 +309,27 @@ class PrefixIndex:
             found.append(WorkerAddress(keeper, others[keeper][0]) if is_moved else None)
         return found
 
+    def top(self, count: int, tenant: str | None, now: float) -> list[HotPrefix]:
+        """The prefixes that lookups found most often, and who holds their last blocks now."""
+        self._expire(now)
+        found = []
+        for last_hash, use in self._hot.top(count, tenant):
+            node = self._memory.find(last_hash)
+            holdings = () if node is None else self._resolve(node.holdings)
+            workers = tuple(sorted({h.worker for h in holdings if h.kind is HeldKind.BLOCK}))
+            age_s = now - use.used_at
+            found.append(HotPrefix(last_hash, use.num_blocks, use.num_hits, workers, age_s))
+        return found
+
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless the parts agree."""
         self._memory.check_integrity()
 
-    def _spans(self, hashes: Sequence[bytes]) -> list[Span]:
+    def _spans(self, hashes: Sequence[bytes], now: float) -> list[Span]:
         """The prompt up to the first block that nobody holds; its end counts as used now."""
         spans: list[Span] = []
         start, last = 0, None
+        parting, parting_stop = None, 0
         current: Holdings | None = None
         stop = 0
         for node in map(self._memory.find, hashes):
@@ -325,9 +344,17 @@ class PrefixIndex:
                 current, start = holdings, stop
             last = node
             stop += 1
+            if node.num_children > 1:
+                parting, parting_stop = node, stop
+        counters = self.counters
+        counters.num_lookup_blocks += len(hashes)
+        counters.num_found_blocks += stop
         if last is not None and current is not None:
             spans.append(Span(start, stop, current))
             self._memory.touch(last)
+            self._hot.hit(last.hash, last.tenant, stop, now)
+            if parting is not None and parting is not last:
+                self._hot.hit(parting.hash, parting.tenant, parting_stop, now)
         return spans
 
     def _prefixes(self, reach: Reach, now: float) -> list[Prefix]:

@@ -14,7 +14,15 @@ from typing import Any
 
 import ray
 
-from ripresa.cluster.directory.events import Answer, Holder, Lookup, Receipt, Reply, Report
+from ripresa.cluster.directory.events import (
+    Answer,
+    Holder,
+    HotPrefix,
+    Lookup,
+    Receipt,
+    Reply,
+    Report,
+)
 from ripresa.cluster.directory.index import DirectoryCounters, DirectorySettings, PrefixIndex
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import Unkept
@@ -94,6 +102,9 @@ class PrefixDirectory:
 
     async def counters(self) -> DirectoryCounters:
         return self._index.counters
+
+    async def top(self, count: int, tenant: str | None) -> list[HotPrefix]:
+        return self._index.top(count, tenant, time.monotonic())
 
     async def usage(self) -> dict[str, int]:
         return self._index.usage()

@@ -12,6 +12,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.cluster.directory.link import DirectoryLink
+from ripresa.cluster.gateway.admin_server import AdminServer, Operators
+from ripresa.cluster.gateway.admin_service import AdminService
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
@@ -20,7 +22,7 @@ from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerView
+from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerCare, RayWorkerView
 from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
@@ -36,6 +38,15 @@ EXPLAIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class AdminStart:
+    """Where Admin is served, and to whom: `AdminSettings`."""
+
+    host: str
+    port: int
+    api_keys_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayStart:
     """What a gateway process needs to know to start.
 
@@ -48,6 +59,7 @@ class GatewayStart:
         planner: how routes are compared.
         directory: the way to the prefix directory; None if there is none.
         api_keys_file: who the tenants are; None serves everybody.
+        admin: the operators' door.
     """
 
     model: ServedModel
@@ -66,6 +78,7 @@ class GatewayStart:
     planner: PlannerSettings
     directory: DirectoryLink | None
     api_keys_file: str | None
+    admin: AdminStart
 
 
 def _http() -> FastAPI:
@@ -104,7 +117,8 @@ class Gateway:
         self._drain_grace_s = start.drain_grace_s
         self._view = RayWorkerView(controller)
         link = start.directory
-        directory: Directory = NoDirectory() if link is None else await link.client()
+        client = None if link is None else await link.client()
+        directory: Directory = client or NoDirectory()
         hints = PrefixHints(directory, start.geometry, self._view.address, start.anchor_interval)
         calls = RayWorkerCalls(encoders, decoders)
         metrics = GatewayMetrics(backends=(start.transfer_backend,), workers=self._view.workers)
@@ -112,6 +126,7 @@ class Gateway:
             self._view, calls, hints, start.planner, on_waste=metrics.wasted
         )
         tokenizer = Tokenizer(Path(start.tokenizer_file))
+        keys = None if start.api_keys_file is None else KeyFile(Path(start.api_keys_file))
         self.service = InferenceService(
             self._router,
             start.model,
@@ -124,7 +139,7 @@ class Gateway:
             max_running=start.max_running,
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
-            keys=None if start.api_keys_file is None else KeyFile(Path(start.api_keys_file)),
+            keys=keys,
         )
         await self.service.follow_keys()
         self._grpc = GrpcServer(
@@ -134,13 +149,34 @@ class Gateway:
             max_message_bytes=start.max_message_bytes,
             reuse_port=start.shares_port,
         )
+        self._operators = Operators(start.admin.api_keys_file)
+        self._admin = AdminServer(
+            AdminService(
+                self._view.refresh,
+                self._view.workers,
+                RayWorkerCare(encoders, decoders),
+                client,
+                has_tenants=keys is not None,
+                window=start.geometry.window,
+            ),
+            host=start.admin.host,
+            port=start.admin.port,
+            authenticate=self._operators.authenticate,
+            reuse_port=start.shares_port,
+        )
         await self._view.refresh()
         await self._view.start()
+        await self._operators.start()
+        await self._admin.start()
         await self._grpc.start()
 
     async def grpc_port(self) -> int:
         """Where gRPC is served; the question that a setting of 0 leaves open."""
         return self._grpc.port
+
+    async def admin_port(self) -> int:
+        """Where Admin is served, likewise."""
+        return self._admin.port
 
     async def explain(self, request_id: str) -> list[str] | None:
         """How this gateway placed a request; None if it does not remember it."""
@@ -179,6 +215,8 @@ class Gateway:
 
     async def __del__(self) -> None:
         await self._grpc.stop(self._drain_grace_s)
+        await self._admin.stop()
+        await self._operators.stop()
         await self.service.forget_keys()
         self.service.close()
         await self._view.stop()

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,8 @@ from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 log = logging.getLogger(__name__)
 
 INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"]
+ADMIN = pb.DESCRIPTOR.services_by_name["Admin"]
+"""Served on another port (`admin_server.py`)."""
 HEALTH_NAMES = (health.OVERALL_HEALTH, INFERENCE.full_name)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,6 +87,8 @@ class GrpcServer:
             ]
         )
         for descriptor in pb.DESCRIPTOR.services_by_name.values():
+            if descriptor is ADMIN:
+                continue
             handlers = _service_handlers(descriptor, service, max_message_bytes)
             self._server.add_generic_rpc_handlers((handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -104,9 +108,9 @@ class GrpcServer:
             ConfigError: the address cannot be bound; `field` is the setting to change.
         """
         try:
-            self._port = self._server.add_insecure_port(_address(self._host, self._port))
+            self._port = self._server.add_insecure_port(socket_address(self._host, self._port))
         except RuntimeError as error:
-            raise _bind_error(self._host, self._port) from error
+            raise bind_error(self._host, self._port) from error
         await self._health.refresh()
         await self._server.start()
         self._watch = asyncio.create_task(self._watch_readiness(), name="grpc-readiness")
@@ -139,7 +143,7 @@ def require_free_port(host: str, port: int, field: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise _bind_error(host, port, field, error.strerror) from error
+            raise bind_error(host, port, field, error.strerror) from error
 
 
 class _Health(health.aio.HealthServicer):
@@ -176,14 +180,25 @@ def _service_handlers(
         unary["ListModels"] = service.list_models
         streaming["Generate"] = service.generate
         streaming["Chat"] = service.chat
+    return method_handlers(descriptor, unary, streaming, service.authenticate, max_message_bytes)
+
+
+def method_handlers(
+    descriptor: ServiceDescriptor,
+    unary: Mapping[str, Unary],
+    streaming: Mapping[str, Streaming],
+    authenticate: Authenticate,
+    max_message_bytes: int,
+) -> grpc.GenericRpcHandler:
+    """A service's methods by name; those that are not given answer UNIMPLEMENTED."""
     handlers: dict[str, Any] = {}
     for method in descriptor.methods:
         if method.name in unary:
-            answer: Any = _unary_handler(unary[method.name], service.authenticate)
+            answer: Any = _unary_handler(unary[method.name], authenticate)
         elif method.name in streaming:
-            answer = _streaming_handler(streaming[method.name], service.authenticate)
+            answer = _streaming_handler(streaming[method.name], authenticate)
         else:
-            answer = _unimplemented_handler(method, service.authenticate)
+            answer = _unimplemented_handler(method, authenticate)
         make = (
             grpc.unary_stream_rpc_method_handler
             if method.server_streaming
@@ -275,15 +290,18 @@ def _api_key(context: Context) -> str | None:
     return api_key(told.get("authorization"), told.get("x-api-key"))
 
 
-def _address(host: str, port: int) -> str:
+def socket_address(host: str, port: int) -> str:
+    """As gRPC takes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _bind_error(
+def bind_error(
     host: str, port: int, field: str = "gateway.grpc_port", reason: str | None = None
 ) -> ConfigError:
+    """An address cannot be listened on."""
     return ConfigError(
         field,
-        f"cannot listen on {_address(host, port)}: {reason or 'the address is taken or not ours'}; "
+        f"cannot listen on {socket_address(host, port)}: "
+        f"{reason or 'the address is taken or not ours'}; "
         f"stop what uses it, or choose another port with --set {field}=PORT",
     )

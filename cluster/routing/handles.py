@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from ripresa.cluster.worker_registry import WorkerList
-from ripresa.workers.address import WorkerAddress
+from ripresa.workers.address import WorkerAddress, WorkerKind
+from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.remote_worker import TARGET, direct, failures
 from ripresa.workers.report import SessionMove, WorkerReport
@@ -88,6 +90,44 @@ class RayWorkerCalls:
         async with failures(f"decode worker {worker_id}"):
             target = {TARGET: worker_id}
             await self._decoders.end_session.remote(tenant_salt, session_id, **target)
+
+
+class RayWorkerCare:
+    """Looks after workers by Serve handles; implements `WorkerCare`."""
+
+    def __init__(
+        self, encoders: DeploymentHandle[Any] | None, decoders: DeploymentHandle[Any]
+    ) -> None:
+        self._handles = {WorkerKind.DECODE: direct(decoders)}
+        if encoders is not None:
+            self._handles[WorkerKind.ENCODER] = direct(encoders)
+
+    async def drain(
+        self, worker: WorkerAddress, order: DrainOrder
+    ) -> AsyncGenerator[DrainProgress]:
+        async with self._failures(worker):
+            stream = self._handles[worker.kind].options(stream=True)
+            told: Any = stream.drain.remote(order, **{TARGET: worker.worker_id})
+            try:
+                async for progress in told:
+                    yield progress
+            finally:
+                told.cancel()
+
+    async def stay(self, worker: WorkerAddress) -> None:
+        async with self._failures(worker):
+            await self._handles[worker.kind].stay.remote(**{TARGET: worker.worker_id})
+
+    async def flush(self, worker: WorkerAddress, tenant: str | None) -> int:
+        async with self._failures(worker):
+            num_tokens: int = await self._handles[worker.kind].flush.remote(
+                tenant, **{TARGET: worker.worker_id}
+            )
+            return num_tokens
+
+    @staticmethod
+    def _failures(worker: WorkerAddress) -> AbstractAsyncContextManager[None]:
+        return failures(f"{worker.kind} worker {worker.worker_id}")
 
 
 class RayWorkerView:

@@ -73,14 +73,14 @@ def test_check_config_names_what_is_wrong(tmp_path: Path, text: str, line: str) 
 
 
 @pytest.mark.parametrize("verb", ["serve", "demo"])
-@pytest.mark.parametrize("port", ["gateway.grpc_port", "gateway.http_port"])
+@pytest.mark.parametrize("port", ["gateway.grpc_port", "gateway.http_port", "admin.port"])
 def test_a_taken_port_is_told_before_anything_starts(verb: str, port: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        others = {"gateway.grpc_port=0", "gateway.http_port=0"} - {f"{port}=0"}
-        result = ripresa(verb, "--set", f"{port}={number}", "--set", others.pop())
+        ports = ("gateway.grpc_port=0", "gateway.http_port=0", "admin.port=0", f"{port}={number}")
+        result = ripresa(verb, *(word for value in ports for word in ("--set", value)))
     assert result.exit_code == MISUSED
     assert f"{port}: cannot listen on 127.0.0.1:{number}: Address already in use" in result.stderr
 

@@ -50,6 +50,7 @@ def serve(checkpoint: Path) -> subprocess.CompletedProcess[str]:
     return ripresa(
         "serve",
         *("--set", f"model.path={checkpoint}"),
+        *("--set", "admin.port=0"),
         *("--set", f"gateway.grpc_port={grpc_port}"),
         *("--set", f"gateway.http_port={http_port}"),
         *("--set", f"ray.dashboard_port={dashboard_port}"),

@@ -256,7 +256,7 @@ class RoutedCluster:
             transfers.receive(engine.exchange, engine)
         publisher.advise(engine.advise)
         publisher.describe(engine.room)
-        departure = engine.departure(address, self._adopt, self._tell)
+        departure = engine.departure(address, self._adopt, self._tell, lambda: None)
         self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher, departure)
 
     async def _adopt(self, address: WorkerAddress, request: GenerationRequest) -> bool:

@@ -321,6 +321,7 @@ def served_cluster(*settings: str) -> Iterator[ServedCluster]:
     config = load_config(
         None,
         [
+            "admin.port=0",
             f"gateway.grpc_port={grpc_port}",
             f"gateway.http_port={http_port}",
             f"ray.dashboard_port={dashboard_port}",

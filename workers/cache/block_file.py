@@ -29,6 +29,7 @@ _MAGIC = b"RIPRESA\x01"
 _LENGTH_BYTES = 4
 _CHECKSUM_BYTES = 16
 _OVERHEAD = len(_MAGIC) + _LENGTH_BYTES + _CHECKSUM_BYTES
+MAX_START_BYTES = len(_MAGIC) + _LENGTH_BYTES + MAX_HEADER_BYTES
 
 
 class BadBlock(Exception):
@@ -114,6 +115,23 @@ def decode(content: bytes, identity: BlockIdentity, form: BlockFormat) -> Stored
     if record.identity != identity:
         raise BadBlock("it is another block than its name says")
     return StoredBlock(record, bytes(body[stop:]))
+
+
+def tenant_of(start: bytes) -> str:
+    """Whose block a file is, by its first `MAX_START_BYTES` bytes; nothing else is verified.
+
+    Raises:
+        BadBlock: they do not say so.
+    """
+    begin = len(_MAGIC) + _LENGTH_BYTES
+    stop = begin + int.from_bytes(start[len(_MAGIC) : begin], "little")
+    try:
+        tenant = json.loads(start[begin:stop])["origin"][0]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise BadBlock(f"its header cannot be read: {error}") from error
+    if not isinstance(tenant, str):
+        raise BadBlock("its header names no tenant")
+    return tenant
 
 
 def _header(record: BlockRecord, form: BlockFormat) -> dict[str, object]:

@@ -55,6 +55,13 @@ class BlockStore(Protocol):
     def touch(self, identity: BlockIdentity, used_at: float) -> bool:
         """Note a use of a block; False if it is not held."""
 
+    def forget(self, tenant: str | None) -> int:
+        """Remove a tenant's blocks (`tenant_digest`; None for everybody's); how many went.
+
+        Raises:
+            RipresaError: UNAVAILABLE; the store cannot be reached.
+        """
+
     def maintain(self) -> None:
         """Remove what is too old or too much; called now and then, never on the request path.
 

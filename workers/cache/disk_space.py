@@ -82,6 +82,18 @@ class DiskSpace:
             if is_new or self._clock() - self._scanned_at >= SCAN_INTERVAL_S:
                 self._scan(0)
 
+    def remove(self, is_unwanted: Callable[[str], bool]) -> int:
+        """Remove the block files of these paths; how many went."""
+        with self._lock:
+            number = 0
+            for path, _, _ in self._blocks(self._clock()):
+                if is_unwanted(path) and self._remove(path):
+                    number += 1
+            # They did not have to make room.
+            self._num_evicted -= number
+            self._scan(0)
+            return number
+
     def reserve(self, num_bytes: int) -> None:
         """Make sure that a file of this size fits; called before it is written."""
         with self._lock:

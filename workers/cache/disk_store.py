@@ -21,7 +21,15 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ripresa.workers.cache.block_file import BadBlock, BlockFormat, decode, encode, file_name
+from ripresa.workers.cache.block_file import (
+    MAX_START_BYTES,
+    BadBlock,
+    BlockFormat,
+    decode,
+    encode,
+    file_name,
+    tenant_of,
+)
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_store import StoreCounters, StoredBlock, StoreStats
 from ripresa.workers.cache.disk_space import TEMPORARY, DiskSpace
@@ -131,6 +139,32 @@ class DiskStore:
         except OSError:
             return False
         return True
+
+    def forget(self, tenant: str | None) -> int:
+        def is_his(path: str) -> bool:
+            return path.startswith(f"{self._folder}/") and (
+                tenant is None or self._tenant(path) in (tenant, None)
+            )
+
+        try:
+            return self._space.remove(is_his)
+        except OSError as error:
+            raise Unavailable(
+                f"the disk tier cannot look through {self._root}: {error.strerror or error}"
+            ) from error
+        finally:
+            self._note_space()
+
+    def _tenant(self, path: str) -> str | None:
+        """Whose block a file is; None for a bad file, and one that is gone."""
+        try:
+            descriptor = os.open(path, _READ)
+            try:
+                return tenant_of(os.read(descriptor, MAX_START_BYTES))
+            finally:
+                os.close(descriptor)
+        except (OSError, BadBlock):
+            return None
 
     def maintain(self) -> None:
         try:

@@ -31,6 +31,7 @@ class WindowPool:
         self._capacity_bytes = capacity_bytes
         self._listener: CacheListener = listener or Unheard()
         self._held: OrderedDict[BlockIdentity, torch.Tensor] = OrderedDict()
+        self._tenants: dict[BlockIdentity, str] = {}
         self._missed: OrderedDict[BlockIdentity, None] = OrderedDict()
         self._num_bytes = 0
         self._num_hits = 0
@@ -69,8 +70,10 @@ class WindowPool:
         while self._num_bytes + payload.nbytes > self._capacity_bytes:
             gone, oldest = self._held.popitem(last=False)
             self._num_bytes -= oldest.nbytes
+            del self._tenants[gone]
             self._listener.dropped(gone, HeldKind.WINDOW, Tier.HOST)
         self._held[identity] = payload
+        self._tenants[identity] = origin.tenant
         self._num_bytes += payload.nbytes
         self._missed.pop(identity, None)
         self._listener.held(identity, origin, HeldKind.WINDOW, Tier.HOST)
@@ -108,18 +111,27 @@ class WindowPool:
         payload = self._held.pop(identity, None)
         if payload is not None:
             self._num_bytes -= payload.nbytes
+            del self._tenants[identity]
             self._listener.dropped(identity, HeldKind.WINDOW, Tier.HOST)
+
+    def drop_tenant(self, tenant: str) -> None:
+        """Forget every window of a tenant (`tenant_digest`)."""
+        for identity in [each for each, owner in self._tenants.items() if owner == tenant]:
+            self.drop(identity)
 
     def clear(self) -> None:
         """Forget every window."""
         for identity in self._held:
             self._listener.dropped(identity, HeldKind.WINDOW, Tier.HOST)
         self._held.clear()
+        self._tenants.clear()
         self._num_bytes = 0
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless the bytes add up and fit."""
         num_bytes = sum(payload.nbytes for payload in self._held.values())
+        if self._tenants.keys() != self._held.keys():
+            raise RipresaError(ErrorCode.INTERNAL, "windows are held for no tenant, or for none")
         if num_bytes != self._num_bytes or num_bytes > self._capacity_bytes:
             raise RipresaError(
                 ErrorCode.INTERNAL,

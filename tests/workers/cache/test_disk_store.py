@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ripresa.workers.cache.block_file import encode
 from ripresa.workers.cache.block_store import StoredBlock
+from ripresa.workers.cache.cache_events import Origin
 from ripresa.workers.cache.disk_space import PAGE_BYTES, TEMPORARY_AGE_S
 from ripresa.workers.cache.disk_store import MIN_BLOCKS, DiskStore
 from ripresa.workers.errors import ConfigError, Unavailable
@@ -482,3 +483,28 @@ def test_what_a_dead_writer_had_begun_goes_after_an_hour(root: Path) -> None:
     clock.now += TEMPORARY_AGE_S + 60
     make(root, clock).maintain()
     assert not begun.exists()
+
+
+def test_a_tenant_s_blocks_are_forgotten_and_nobody_else_s(root: Path) -> None:
+    store, others = make(root), make(root, form=replace(FORM, weights="w2"))
+    his = stored(1, (8,))
+    record = replace(his.record, identity=identity(2), origin=Origin("another", b"f" * 16, None))
+    another = StoredBlock(record, his.payload)
+    foreign = stored(3, form=replace(FORM, weights="w2"))
+    store.put(his, NOW)
+    store.put(another, NOW)
+    others.put(foreign, NOW)
+    (root / "notes.txt").write_text("of somebody")
+    bad = path_of(root, his).with_name(f"{'0' * 32}-{'0' * 16}.kv")
+    bad.write_bytes(b"no block")
+    before = store.stats().num_bytes
+    assert store.forget("a tenant") == 2  # the bad one could be his
+    assert store.get(his.record.identity) is None
+    assert store.get(another.record.identity) == another
+    assert others.get(foreign.record.identity) == foreign
+    assert store.stats().num_bytes < before + PAGES
+    assert store.forget("a tenant") == 0
+    assert store.forget(None) == 1
+    assert others.get(foreign.record.identity) == foreign
+    assert (root / "notes.txt").exists()
+    assert store.stats().evicted == 0
