@@ -96,6 +96,7 @@ def build_app(config: ClusterConfig) -> Application:
         grpc_port=gateway.grpc_port,
         max_message_bytes=gateway.max_message_bytes,
         max_running=gateway.max_running,
+        max_queue_s=gateway.max_queue_time_s,
         max_said_tokens=gateway.max_said_tokens,
         drain_grace_s=gateway.drain_grace_s,
         default_tail=config.default_tail,

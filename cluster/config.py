@@ -137,6 +137,8 @@ class GatewaySettings:
         http_host, http_port: where HTTP is served.
         max_message_bytes: largest request, by gRPC or HTTP.
         max_running: most answers under way at once in one gateway; one more is refused.
+        max_queue_time_s: how long a request waits while every worker is full, unless it says so
+            itself; 0 refuses it.
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds.
@@ -151,6 +153,7 @@ class GatewaySettings:
     http_port: int = setting(8000, at_least=0, at_most=65535)
     max_message_bytes: int = setting(4 << 20, at_least=1 << 10, at_most=1 << 30)
     max_running: int = setting(1024, at_least=1)
+    max_queue_time_s: float = setting(10.0, at_least=0, at_most=3600)
     max_said_tokens: int = setting(4_000_000, at_least=0)
     drain_grace_s: float = setting(60.0, at_least=0)
     api_keys_file: str | None = None

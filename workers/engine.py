@@ -637,7 +637,7 @@ class EngineCore:
         job.tail_bytes = 0
 
     def _make_room(self) -> None:
-        """Let the youngest requests park until all others have the pages of their next row."""
+        """Let the last requests park until all others have the pages of their next row."""
         while (sequence := self._scheduler.make_room()) is not None:
             job, pages = self._by_id[sequence.request.request_id], sequence.pages
             payload = self._runner.export_image(pages.slot, pages.blocks, sequence.committed)
@@ -647,7 +647,7 @@ class EngineCore:
             self._scheduler.park(sequence)
 
     def _resume_parked(self) -> None:
-        """Let parked requests go on, in order of arrival, as far as there are pages."""
+        """Let parked requests go on, by priority and arrival, as far as there are pages."""
         while (sequence := self._scheduler.next_parked) is not None:
             job = self._by_id[sequence.request.request_id]
             plan = job.prefix.resumption(sequence)

@@ -116,6 +116,7 @@ class GenerationRequest:
         sources: where the worker may bring cached state from that it lacks, before it plans.
         claim: under which the prompt's missing blocks are claimed in the prefix directory; the
             worker that computes them keeps it up. None for none.
+        priority: lower ones are computed first and parked last.
         max_chunk_rows: most rows of one chunk of its prefill beside decoding sequences, so that
             their next tokens are not late; None for the step's whole budget.
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
@@ -135,6 +136,7 @@ class GenerationRequest:
     session_id: str | None = None
     sources: PrefixSources = field(default_factory=PrefixSources)
     claim: str | None = None
+    priority: int = 0
     max_chunk_rows: int | None = None
     expect_next_within_s: float | None = None
 

@@ -120,6 +120,11 @@ class Sequence:
             self._follow(plan)
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Ascends with who comes later: by priority, then by arrival."""
+        return self.request.priority, self.arrival
+
+    @property
     def recipe(self) -> Recipe:
         """What is computed, read and written; raises RipresaError (INTERNAL) before `fix`."""
         if self._recipe is None:

@@ -68,6 +68,7 @@ class GatewayStart:
     grpc_port: int
     max_message_bytes: int
     max_running: int
+    max_queue_s: float
     max_said_tokens: int
     drain_grace_s: float
     default_tail: TailVariant
@@ -137,6 +138,7 @@ class Gateway:
             default_tail=start.default_tail,
             max_message_bytes=start.max_message_bytes,
             max_running=start.max_running,
+            max_queue_s=start.max_queue_s,
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
             keys=keys,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.sampling import AskedSampling
-from ripresa.cluster.gateway.validation import check_expectation, check_name
+from ripresa.cluster.gateway.validation import check_expectation, check_name, check_queue_time
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
 
@@ -32,6 +32,7 @@ _CACHE: dict[str, Schema] = {
     "session_id": _STRING,
     "prompt_cache_key": _STRING,
     "priority": _INTEGER,
+    "max_queue_time": _NUMBER,
     "expect_next_within": _NUMBER,
 }
 _SAMPLING: dict[str, Schema] = {
@@ -210,12 +211,10 @@ def sampling_of(body: Json) -> AskedSampling:
 
 
 def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
-    """The options of a body: cache salt, session hint, and when it will go on.
+    """The options of a body: cache salt, session hint, how soon it must run, when it goes on.
 
     Raises InvalidArgument for one that a gRPC message could not hold.
     """
-    if body.get("priority", 0) != 0:
-        raise InvalidArgument("priority", "`priority` is not supported yet")
     names = ("session_id", "prompt_cache_key", "cache_salt")
     given = {name: body.get(name, "") for name in names} | {"x-session-id": session_header or ""}
     for name, value in given.items():
@@ -225,6 +224,12 @@ def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
         options = pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
     except ValueError as error:
         raise InvalidArgument("session_id or cache_salt", "is no text") from error
+    if not -(2**31) <= (priority := body.get("priority", 0)) < 2**31:
+        raise InvalidArgument("priority", "must fit 32 bits")
+    options.priority = priority
+    if (seconds := body.get("max_queue_time")) is not None:
+        check_queue_time(seconds, "max_queue_time")
+        options.max_queue_time.FromNanoseconds(round(seconds * 1e9))
     if (seconds := body.get("expect_next_within")) is not None:
         check_expectation(seconds, "expect_next_within")
         options.expect_next_within.FromNanoseconds(round(seconds * 1e9))

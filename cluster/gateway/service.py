@@ -104,6 +104,7 @@ class InferenceService:
         default_tail: tail variant of requests that name none.
         max_message_bytes: largest HTTP body; the gRPC server has its own setting.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
+        max_queue_s: how long requests that do not say it wait while every worker is full.
         transfer_backend: what moves state between workers, for the metrics.
         tokenizer_threads: most calls that tokenize at once; further ones queue.
         keys: who the tenants are; None takes every request, of no tenant.
@@ -123,6 +124,7 @@ class InferenceService:
         default_tail: TailVariant = TailVariant.FLOORED,
         max_message_bytes: int = 4 << 20,
         max_running: int = 1024,
+        max_queue_s: float = 0.0,
         transfer_backend: str = "gloo",
         tokenizer_threads: int = 2,
         keys: KeyFile | None = None,
@@ -139,6 +141,7 @@ class InferenceService:
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
         self._max_running = max_running
+        self._max_queue_s = max_queue_s
         self._transfer_backend = transfer_backend
         self._clock = clock
         # Its own threads: a queue of long texts holds up nobody else in this process.
@@ -290,7 +293,9 @@ class InferenceService:
 
     def arrival(self, call: Call) -> Arrival:
         """What a reader needs to know of a call."""
-        return Arrival(call.request_id, call.deadline, self._default_tail, call.tenant)
+        return Arrival(
+            call.request_id, call.deadline, self._default_tail, call.tenant, self._max_queue_s
+        )
 
     def chat_reader(self) -> ChatReader:
         """Reads conversations.

@@ -20,7 +20,9 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from google.rpc.status_pb2 import Status as RpcStatus  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.cluster.routing.planner import AllLeaving, NoWorker
+from ripresa.cluster.routing.waiting_line import QueueTimeout
+from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
 
 DOMAIN = "ripresa"
 
@@ -86,6 +88,16 @@ STATUS: Mapping[ErrorCode, WireStatus] = MappingProxyType(
     }
 )
 
+_REASONS: Mapping[type[RipresaError], str] = MappingProxyType(
+    {
+        QueueTimeout: "QUEUE_TIMEOUT",
+        NoWorker: "NO_READY_WORKER",
+        AllLeaving: "DRAINING",
+        Unreachable: "WORKER_LOST",
+    }
+)
+"""Errors of other layers that say more than their code."""
+
 
 class RequestError(RipresaError):
     """An error that the gateway itself raises about a request, with a narrower reason.
@@ -123,9 +135,8 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
     """The `google.rpc.Status` of an error, its details included; it fits into 8 KiB of trailers."""
     wire = STATUS[error.code]
     text = shorten(str(error))
-    info = error_details_pb2.ErrorInfo(reason=wire.reason, domain=DOMAIN)
+    info = error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN)
     if isinstance(error, RequestError):
-        info.reason = error.reason
         for key, value in error.metadata.items():
             info.metadata[shorten(key, 32)] = shorten(value, 32)
     request_info = error_details_pb2.RequestInfo(request_id=shorten(request_id, MAX_NAME_BYTES))
@@ -170,7 +181,6 @@ async def abort(
 def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict[str, object]]]:
     """HTTP status, headers and an OpenAI-shaped body."""
     wire = STATUS[error.code]
-    reason = error.reason if isinstance(error, RequestError) else wire.reason
     headers = {}
     if error.code is ErrorCode.UNAUTHENTICATED:
         headers["WWW-Authenticate"] = "Bearer"
@@ -180,9 +190,17 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict
         "message": shorten(str(error)),
         "type": wire.http_type,
         "param": None if error.field is None else shorten(error.field, MAX_NAME_BYTES),
-        "code": reason.lower(),
+        "code": _reason(error).lower(),
     }
     return wire.http, headers, {"error": body}
+
+
+def _reason(error: RipresaError) -> str:
+    """Why, in UPPER_SNAKE_CASE."""
+    if isinstance(error, RequestError):
+        return error.reason
+    narrower = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+    return next(narrower, STATUS[error.code].reason)
 
 
 ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(

@@ -45,6 +45,8 @@ TAILS = {
     pb.TAIL_VARIANT_EXACT: TailVariant.EXACT,
 }
 
+MAX_QUEUE_S = 3_600
+"""Longest time that a client may ask to wait for room."""
 MAX_EXPECTED_S = 86_400
 """Longest time that a client may expect to need until it goes on."""
 
@@ -58,12 +60,14 @@ class Arrival:
         deadline: seconds since the epoch; None for none.
         default_tail: tail variant of requests that name none.
         tenant: whose it is; empty where there are no tenants.
+        max_queue_s: longest wait for room of requests that do not say it.
     """
 
     request_id: str
     deadline: float | None
     default_tail: TailVariant
     tenant: str = ""
+    max_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ def prompt_request(
         cache=_read_cache_use(options),
         tenant_salt=tenant_salt(arrival.tenant, options.cache_salt),
         session_id=options.session_id or None,
+        priority=options.priority,
+        max_queue_s=_read_queue_time(options, arrival.max_queue_s),
         expect_next_within_s=_read_expectation(options),
     )
 
@@ -195,17 +201,13 @@ def _read_input(
 
 
 def check_options(options: pb.RequestOptions) -> None:
-    """Refuse names that are too long, and what the server cannot honour yet."""
+    """Refuse names that are too long, and values out of range."""
     policy = options.cache_policy
     if policy.replay_mode not in pb.ReplayMode.values():
         raise InvalidArgument("options.cache_policy.replay_mode", "is no known replay mode")
     check_name(options.session_id, "options.session_id")
     check_name(options.cache_salt, "options.cache_salt")
-    unsupported = {
-        "priority": options.priority != 0,
-        "max_queue_time": options.HasField("max_queue_time"),
-    }
-    _refuse_unsupported("options", unsupported)
+    check_queue_time(_read_queue_time(options, 0.0), "options.max_queue_time")
     if (seconds := _read_expectation(options)) is not None:
         check_expectation(seconds, "options.expect_next_within")
 
@@ -217,6 +219,19 @@ def _read_expectation(options: pb.RequestOptions) -> float | None:
     return options.expect_next_within.seconds + options.expect_next_within.nanos / 1e9
 
 
+def check_queue_time(seconds: float, field: str) -> None:
+    """Refuse a wait that nobody would sit out."""
+    if not 0 <= seconds <= MAX_QUEUE_S:
+        raise InvalidArgument(field, f"must be 0 to {MAX_QUEUE_S} s")
+
+
+def _read_queue_time(options: pb.RequestOptions, default: float) -> float:
+    """Seconds for which the request may wait for room."""
+    if not options.HasField("max_queue_time"):
+        return default
+    return options.max_queue_time.seconds + options.max_queue_time.nanos / 1e9
+
+
 def _read_tail(policy: pb.CachePolicy, default: TailVariant) -> TailVariant:
     field = "options.cache_policy.tail"
     if policy.tail == pb.TAIL_VARIANT_UNSPECIFIED:
@@ -225,9 +240,3 @@ def _read_tail(policy: pb.CachePolicy, default: TailVariant) -> TailVariant:
         raise InvalidArgument(field, "is no known tail variant")
     check_tail(TAILS[policy.tail], MODES[policy.replay_mode], field)
     return TAILS[policy.tail]
-
-
-def _refuse_unsupported(prefix: str, asked: dict[str, bool]) -> None:
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidArgument(f"{prefix}.{name}", f"`{name}` is not supported yet")

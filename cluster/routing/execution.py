@@ -124,6 +124,7 @@ class Execution:
             session_id=prompt.session_id,
             sources=sources or PrefixSources(),
             claim=self.claim if leads else None,
+            priority=prompt.priority,
             max_chunk_rows=max_chunk_rows,
             expect_next_within_s=prompt.expect_next_within_s,
         )

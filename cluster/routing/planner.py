@@ -101,6 +101,14 @@ class RouteQuery:
         return max(self.num_tokens, self.max_total_tokens)
 
 
+class NoWorker(Unavailable):
+    """Nobody is there who could take the request."""
+
+
+class AllLeaving(Unavailable):
+    """Every worker that could take the request takes no new ones."""
+
+
 def plan_route(
     query: RouteQuery, workers: Sequence[WorkerLoad], settings: PlannerSettings
 ) -> RoutePlan:
@@ -121,10 +129,10 @@ def plan_route(
     if not decoders:
         _check_some_pool_fits(query, workers)
         if any(worker.is_leaving and not worker.is_encoder for worker in workers):
-            raise Unavailable("every decode worker is leaving; retry when others have joined")
-        raise Unavailable("no decode worker is ready; retry, or check the cluster's status")
+            raise AllLeaving("every decode worker is leaving; retry when others have joined")
+        raise NoWorker("no decode worker is ready; retry, or check the cluster's status")
     if query.decoder is not None and not encoders:
-        raise Unavailable("no encoder worker is left for the prompt")
+        raise NoWorker("no encoder worker is left for the prompt")
     routes = _Routes(query, decoders, encoders, settings, {w.worker_id: w for w in workers})
     ranked = sorted(routes.candidates(), key=routes.rank)
     chosen, rest = ranked[0], tuple(ranked[1 : 1 + MAX_ALTERNATIVES])

@@ -29,6 +29,8 @@ class PromptRequest:
         cache: what it may reuse, and leave for others.
         tenant_salt: requests with different ones share no cached state.
         session_id: the conversation that it goes on with; None for none.
+        priority: lower ones come first, in every queue.
+        max_queue_s: longest wait while every worker is full; 0 for none.
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
     """
@@ -41,6 +43,8 @@ class PromptRequest:
     cache: CacheUse = field(default_factory=CacheUse)
     tenant_salt: bytes = b""
     session_id: str | None = None
+    priority: int = 0
+    max_queue_s: float = 0.0
     expect_next_within_s: float | None = None
 
 

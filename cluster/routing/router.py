@@ -3,7 +3,8 @@
 place ─▶ decode.generate ─▶ Reserved ─▶ encoder.prefill ─▶ PrefillDone ─▶ Tokens.. ─▶ Finished
   ▲           ▲                              │ fails: another encoder, else local
   │           └──── decode worker lost: again by the same recipe, from what was streamed ────┘
-  └── a followed leader is gone: ask the directory again
+  ├── a followed leader is gone: ask the directory again
+  └── every decode worker is full: wait for a turn
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ripresa.cluster.routing.prefix_hints import PrefixHints, new_claim
 from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.route_finder import Placement, RouteFinder, WorkerView
 from ripresa.cluster.routing.turn_leases import LeaseCalls, TurnLeases
+from ripresa.cluster.routing.waiting_line import Wait, WaitingLine
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
@@ -100,10 +102,12 @@ class ClusterRouter:
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
+        self._line = WaitingLine(view.changed)
         self.leases = TurnLeases(calls)
         self.log = self._routes.log
         self._generations: OrderedDict[str, int] = OrderedDict()
         self._running: dict[str, str] = {}
+        self._waits: dict[str, Wait] = {}
 
     @property
     def window(self) -> int:
@@ -129,6 +133,9 @@ class ClusterRouter:
         return explanation(found, self.window)
 
     async def abort(self, request_id: str) -> bool:
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.abort():
+            return True
         here = self._running.get(request_id)
         decoders = [w.worker_id for w in self._view.workers() if w.kind is WorkerKind.DECODE]
         asked = [here] if here is not None else decoders
@@ -151,12 +158,23 @@ class ClusterRouter:
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle router still counts requests."""
-        if self._running or not self._routes.pending.is_empty:
+        if self._running or self._waits or len(self._line) or not self._routes.pending.is_empty:
             raise RipresaError(
-                ErrorCode.INTERNAL, f"left over: {self._running} {self._routes.pending}"
+                ErrorCode.INTERNAL,
+                f"left over: {self._running} {self._waits} {self._routes.pending}",
             )
 
     async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        with Wait(self._line, prompt.priority, prompt.max_queue_s) as wait:
+            self._waits[prompt.request_id] = wait
+            try:
+                async with aclosing(self._generate(prompt, wait)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                del self._waits[prompt.request_id]
+
+    async def _generate(self, prompt: PromptRequest, wait: Wait) -> AsyncGenerator[RouterEvent]:
         execution = Execution(prompt, self._generations.get(prompt.request_id, 0), new_claim())
         log = self.log.begin(prompt.request_id, len(prompt.token_ids))
         placed = planned = False
@@ -166,6 +184,7 @@ class ClusterRouter:
         failure: RipresaError | None = None
         while True:
             follows = num_leaders_lost < MAX_LEADERS_LOST
+            await wait.turn()
             try:
                 route = await self._routes.place(execution, avoid, log, gone, follows=follows)
             except RipresaError:
@@ -177,6 +196,8 @@ class ClusterRouter:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
                         log.recipe = execution.recipe
+                        if isinstance(event, Reserved):
+                            wait.admitted()
                         match event:
                             case Reserved() if not placed:
                                 placed, planned = True, execution.recipe is not None
@@ -190,6 +211,7 @@ class ClusterRouter:
                                 )
                             case Tokens():
                                 execution.stream(event)
+                                wait.started()
                                 yield event
                             case Finished():
                                 self._routes.remember(execution, route.decoder, event)
@@ -215,6 +237,10 @@ class ClusterRouter:
             except RipresaError as error:
                 route.log.error = str(error)
                 failure = error
+                if error.code is ErrorCode.RESOURCE_EXHAUSTED and self._may_wait(
+                    execution, route, avoid, wait
+                ):
+                    continue
                 num_failed += 1
                 if num_failed == MAX_EXECUTIONS or not self._may_retry(
                     error, execution, route, avoid
@@ -237,11 +263,19 @@ class ClusterRouter:
         if isinstance(error, Unreachable):
             self._routes.lost(route.decoder)
         avoid.add(route.decoder)
-        if error.code is ErrorCode.UNAVAILABLE:
+        return error.code is ErrorCode.UNAVAILABLE
+
+    def _may_wait(
+        self, execution: Execution, route: Placement, avoid: set[str], wait: Wait
+    ) -> bool:
+        """Whether a request that a full worker refused may ask others now, or all of them later."""
+        avoid.add(route.decoder)
+        if not avoid.issuperset(self._routes.decoders(execution)):
             return True
-        # A worker whose pools are full; another one may have room.
-        is_full = error.code is ErrorCode.RESOURCE_EXHAUSTED
-        return is_full and not avoid.issuperset(self._routes.decoders(execution))
+        if not wait.refused():
+            return False
+        avoid.clear()
+        return True
 
     async def _execute(
         self, execution: Execution, route: Placement, avoid: set[str]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 from reference_engine import Question
-from served_cluster import ServedCluster, Stream, eventually
+from served_cluster import ServedCluster, Stream, eventually, generate_request
 
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
@@ -114,13 +114,16 @@ def test_abort_of_nothing(split: ServedCluster) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_full_pool_refuses(split: ServedCluster, endless: Question) -> None:
+def test_a_full_pool_lets_wait_or_refuses(split: ServedCluster, endless: Question) -> None:
     """Each of these takes 8,000 of a decode worker's 40,960 positions: two workers hold ten.
 
     No two of them begin alike, or they would share blocks.
     """
     prompts = [(first, *endless.token_ids[1:]) for first in range(100, 112)]
-    streams = [split.open(replace(endless, token_ids=prompt)) for prompt in prompts]
+    requests = [generate_request(replace(endless, token_ids=prompt)) for prompt in prompts]
+    for request in requests:
+        request.options.max_queue_time.FromSeconds(0)
+    streams = [split.open(request) for request in requests]
     with ThreadPoolExecutor(len(streams)) as threads:
         # The refused end by themselves.
         list(threads.map(lambda stream: stream.read(0), streams))
@@ -129,10 +132,20 @@ def test_a_full_pool_refuses(split: ServedCluster, endless: Question) -> None:
     assert len(placed) == 10
     assert len(refused) == 2
     assert all("retry" in s.answer.details for s in refused)
-    for stream in placed:
+    requests[-1].options.max_queue_time.FromSeconds(100)
+    requests[-1].sampling.max_tokens = 1
+    waiting = split.open(requests[-1])
+    eventually(lambda: _has_waiting(split))
+    placed[0].cancel()
+    assert waiting.end().code is grpc.StatusCode.OK
+    for stream in placed[1:]:
         stream.cancel()
     for stream in placed:
         assert stream.end().code is grpc.StatusCode.CANCELLED
     split.assert_idle()
     for worker in split.workers(WorkerKind.DECODE).values():
         assert worker.stats.num_free_blocks == worker.stats.num_blocks
+
+
+def _has_waiting(split: ServedCluster) -> None:
+    assert split.metrics()["ripresa_num_requests_waiting"] == 1

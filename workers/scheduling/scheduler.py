@@ -6,9 +6,9 @@
                               └───│────────────── PARKED ┘                     │
                                   └──── encoder role ──────────────────────────┘
 
-`schedule` gives every decoding sequence one row and the rest of the token budget to prefills in
-order of `begin`; `complete` books the step. Pages are held from `schedule` to `complete`, so that
-`remove` may be called at any moment.
+`schedule` gives every decoding sequence one row and the rest of the token budget to prefills, by
+priority and then in order of `begin`; `complete` books the step. Pages are held from `schedule` to
+`complete`, so that `remove` may be called at any moment.
 """
 
 from __future__ import annotations
@@ -231,18 +231,18 @@ class Scheduler:
         self._prefill[sequence.pages.slot] = sequence
 
     def make_room(self) -> Sequence | None:
-        """Give every decoding sequence the page of its next row, the oldest one first.
+        """Give every decoding sequence the page of its next row, by priority and arrival.
 
-        Returns the youngest one if there are too few: `park` it and call this again. The oldest
+        Returns the last one if there are too few: `park` it and call this again. The first one
         keeps its pages, so that some sequence always goes on.
         """
-        for sequence in sorted(self._decode.values(), key=_by_arrival):
+        for sequence in sorted(self._decode.values(), key=_by_rank):
             if sequence.num_tokens <= len(sequence.pages.blocks) * self._limits.window:
                 continue
             try:
                 self._pages.extend(sequence.pages)
             except ResourceExhausted:
-                return max(self._decode.values(), key=_by_arrival)
+                return max(self._decode.values(), key=_by_rank)
         return None
 
     def park(self, sequence: Sequence) -> None:
@@ -257,8 +257,8 @@ class Scheduler:
 
     @property
     def next_parked(self) -> Sequence | None:
-        """The parked sequence that goes on first: the oldest one."""
-        return self._parked[min(self._parked)] if self._parked else None
+        """The parked sequence that goes on first, by priority and arrival."""
+        return min(self._parked.values(), key=_by_rank, default=None)
 
     def resume(
         self, sequence: Sequence, chain: tuple[BlockIdentity, ...], plan: PromptPlan | None
@@ -310,7 +310,7 @@ class Scheduler:
         window = self._limits.window
         num_rows = sum(step.num_encoder_rows for _, step in batch)
         rows = prefill_rows(self._limits.max_batched_tokens, num_rows, window)
-        for sequence in self._prefill.values():
+        for sequence in sorted(self._prefill.values(), key=_by_priority):
             if rows == 0:
                 break
             end = sequence.prefill_stop if sequence.is_inbound else sequence.encoder_pass.stop
@@ -500,8 +500,12 @@ _WITH_PAGES = (
 )
 
 
-def _by_arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _by_rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+def _by_priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
 def _sum(left: WorkCounters, right: WorkCounters) -> WorkCounters:

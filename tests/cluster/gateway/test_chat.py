@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from chat_support import MARK, calls_block, encode_output
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from in_process_router import InProcessRouter
@@ -372,9 +373,11 @@ REFUSED = {
         "messages",
         "CONTEXT_LENGTH_EXCEEDED",
     ),
-    "a priority": (
-        pb.ChatRequest(full=chat().full, options=pb.RequestOptions(priority=1)),
-        "options.priority",
+    "a queue time": (
+        pb.ChatRequest(
+            full=chat().full, options=pb.RequestOptions(max_queue_time=Duration(seconds=-1))
+        ),
+        "options.max_queue_time",
         "INVALID_REQUEST",
     ),
 }

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an echo": ({"echo": True}, "echo"),
     "a choice of several": ({"best_of": 3}, "best_of"),
     "logprobs": ({"logprobs": 21}, "logprobs"),
-    "a priority": ({"extra_body": {"priority": 1}}, "priority"),
+    "a priority": ({"extra_body": {"priority": 2**31}}, "priority"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -75,7 +76,11 @@ REFUSED = {
         "sampling.constraint",
         "not supported yet",
     ),
-    "priority": (text(priority=1), "options.priority", "not supported yet"),
+    "queue time": (
+        text(max_queue_time=Duration(seconds=3601)),
+        "options.max_queue_time",
+        "0 to 3600 s",
+    ),
     "request id": (text(request_id="a\nb"), "options.request_id", "visible ASCII"),
     "request id in Greek": (text(request_id="λ"), "options.request_id", "visible ASCII"),
     "request id with a newline behind": (text(request_id="a\n"), "options.request_id", "visible"),
@@ -164,6 +169,9 @@ ACCEPTED = {
     "all that fits": sampling(max_tokens=62),
     "longest prompt": tokens(*[40] * 63),
     "hints": text(pb.SamplingParams(max_tokens=1), session_id="s", cache_salt="x"),
+    "priority and queue time": text(
+        pb.SamplingParams(max_tokens=1), priority=-(2**31), max_queue_time=Duration(seconds=3600)
+    ),
     "longest request id": text(pb.SamplingParams(max_tokens=1), request_id="~" * 128),
     "the model's name": text(pb.SamplingParams(max_tokens=1), model="tiny"),
     "exact mode": policy(replay_mode=pb.REPLAY_MODE_EXACT, tail=pb.TAIL_VARIANT_FULL),

@@ -6,12 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from ripresa.cluster.routing.prefix_hints import NoDirectory, PrefixHints
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
+from ripresa.cluster.routing.waiting_line import QueueTimeout
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
@@ -58,6 +60,7 @@ class Cluster:
         ended: decode calls that were closed, by worker.
         waited_for: the router waits for a report; those that are `reporting` then send one.
         capacity: tokens that pools hold.
+        full: workers that have no room now.
         leased, session_ends: what workers heard of turns and sessions; none answers while
             `is_deaf`.
     """
@@ -74,6 +77,7 @@ class Cluster:
         self.reporting: set[str] = set()
         self.num_reports: Counter[str] = Counter()
         self.capacity: dict[str, int] = {}
+        self.full: set[str] = set()
         self.leased: list[tuple[str, str, tuple[str, ...]]] = []
         self.session_ends: list[tuple[str, bytes, str]] = []
         self.is_deaf = False
@@ -142,6 +146,8 @@ class Cluster:
         self._has_state[request.request_id] = asyncio.Event()
         script = self.decoding.get(worker_id, answering)
         try:
+            if worker_id in self.full:
+                raise ResourceExhausted(f"{worker_id} is full")
             yield Reserved(worker_id, local)
             if not local:
                 await self._has_state[request.request_id].wait()
@@ -178,9 +184,9 @@ class Cluster:
         if self.is_deaf:
             raise Unreachable(f"{worker_id} is gone")
 
-    async def run(self) -> list[RouterEvent]:
+    async def run(self, prompt: PromptRequest = PROMPT) -> list[RouterEvent]:
         async with asyncio.timeout(30):
-            return [event async for event in self.router.generate(PROMPT)]
+            return [event async for event in self.router.generate(prompt)]
 
 
 async def answering(request: GenerationRequest) -> AsyncGenerator[EngineEvent]:
@@ -409,6 +415,49 @@ async def test_a_full_worker_s_refusal_is_told_where_no_other_one_is_large_enoug
     cluster.decoding["d0"] = breaking(ResourceExhausted("no blocks are free"), after=0)
     with pytest.raises(ResourceExhausted, match="no blocks are free"):
         await cluster.run()
+
+
+async def test_a_request_waits_while_all_workers_are_full() -> None:
+    """More of them than a request may be executed: a refusal is none."""
+    cluster = Cluster(decoders=6)
+    cluster.full = set(cluster.listed)
+    running = asyncio.create_task(cluster.run(replace(PROMPT, max_queue_s=30.0)))
+    await cluster.waited_for.wait()
+    assert {worker for worker, _ in cluster.decoded} == cluster.full
+    cluster.full -= {"d3"}
+    cluster.report("d3")
+    check_answer(await running)
+    assert cluster.decoded[-1][0] == "d3"
+    cluster.router.check_integrity()
+
+
+async def test_a_wait_ends_with_its_time_or_an_abort() -> None:
+    cluster = Cluster()
+    cluster.full = set(cluster.listed)
+    with pytest.raises(QueueTimeout, match=r"gateway\.max_queue_time_s"):
+        await cluster.run(replace(PROMPT, max_queue_s=0.01))
+    cluster.waited_for.clear()
+    running = asyncio.create_task(cluster.run(replace(PROMPT, max_queue_s=30.0)))
+    await cluster.waited_for.wait()
+    assert await cluster.router.abort(PROMPT.request_id)
+    with pytest.raises(RipresaError, match="aborted"):
+        await running
+    with pytest.raises(ResourceExhausted, match="is full"):
+        await cluster.run()
+    cluster.router.check_integrity()
+
+
+async def test_a_stream_that_lost_its_worker_waits_for_room_elsewhere() -> None:
+    cluster = Cluster()
+    cluster.full = {"d1"}
+    cluster.decoding["d0"] = hanging(cluster, "d0")
+    running = asyncio.create_task(cluster.run())
+    await cluster.waited_for.wait()
+    cluster.full.clear()
+    cluster.report("d1")
+    check_answer(await running)
+    assert [worker for worker, _ in cluster.decoded][-1] == "d1"
+    cluster.router.check_integrity()
 
 
 async def test_closing_the_stream_ends_the_decode_call() -> None:

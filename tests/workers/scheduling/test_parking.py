@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hash_machine import EOS, GEOMETRY, WINDOW
 from hash_requests import cold_plan, make_request
 from hypothesis import given, settings
@@ -29,8 +31,8 @@ class Machine:
         self.live: list[Sequence] = []
         self.num_parked: dict[int, int] = {}
 
-    def add(self, num_tokens: int, max_tokens: int) -> None:
-        request = make_request(num_tokens, max_tokens=max_tokens)
+    def add(self, num_tokens: int, max_tokens: int, priority: int) -> None:
+        request = replace(make_request(num_tokens, max_tokens=max_tokens), priority=priority)
         try:
             sequence = self.scheduler.add(request, cold_plan(request))
         except ResourceExhausted:
@@ -42,7 +44,7 @@ class Machine:
         """One round of the engine's loop; False if nothing was computed."""
         while (victim := self.scheduler.make_room()) is not None:
             decoding = [s for s in self.live if s.status is SequenceStatus.DECODE]
-            assert victim.arrival == max(s.arrival for s in decoding)
+            assert victim.rank == max(s.rank for s in decoding)
             self.scheduler.park(victim)
             self.scheduler.check_integrity()
         while (sequence := self.scheduler.next_parked) is not None:
@@ -94,7 +96,7 @@ def test_every_sequence_ends_and_gives_its_pages_back(
     machine = Machine(reserved)
     for action, first, second in actions:
         if action == "add" and first + second <= NUM_BLOCKS * WINDOW:
-            machine.add(first, second)
+            machine.add(first, second, priority=second % 3 - 1)
         elif action in ("step", "fail"):
             machine.step(is_kept=bool(first), fails=action == "fail")
         elif action == "remove" and machine.live:
