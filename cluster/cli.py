@@ -18,6 +18,7 @@ from ripresa.cluster.cli_explain import explain
 from ripresa.cluster.cli_generate import generate
 from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.cli_reproduce import reproduce
+from ripresa.cluster.cli_train import train
 from ripresa.cluster.cli_verify_replay import verify_replay
 from ripresa.cluster.progress import progress
 from ripresa.cluster.version import VERSION
@@ -165,6 +166,7 @@ cli.add_command(checkpoint)
 cli.add_command(doctor)
 cli.add_command(plan)
 cli.add_command(reproduce)
+cli.add_command(train)
 
 
 @cli.group()

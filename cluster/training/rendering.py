@@ -20,7 +20,7 @@ from ripresa.cluster.gateway.chat_encoding import (
 )
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.workers.demo.checkpoint import MODEL_NAME
-from ripresa.workers.demo.ledger.conversation import Conversation, Message
+from ripresa.workers.demo.ledger.conversation import Conversation, Message, Task
 from ripresa.workers.demo.ledger.tool_server import TOOLS
 
 _BEGIN = "<｜begin▁of▁sentence｜>"
@@ -40,6 +40,27 @@ class Sample:
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where an assistant's message lies: its tokens, the end of the sentence included.
+
+    `distance`: tokens between what it was read from and its first token, if it was read.
+    """
+
+    task: Task
+    start: int
+    stop: int
+    distance: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A conversation's tokens, and every message of the assistant in them."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
 
 
 class Renderer:
@@ -82,14 +103,33 @@ class Renderer:
                 assistant = True
         return Sample(tuple(token_ids), tuple(weights))
 
+    def answers(self, conversation: Conversation) -> Answers:
+        """Where the assistant's messages are."""
+        sample = self.conversation(conversation, 0.0)
+        end = self._tokenizer.special_ids[END_OF_SENTENCE]
+        spans, start = [], None
+        expected = iter(conversation.expected)
+        for place, (token, weight) in enumerate(zip(sample.token_ids, sample.weights, strict=True)):
+            if weight and start is None:
+                start = place
+            if token == end and start is not None:
+                message = next(expected)
+                distance = None
+                if message.evidence is not None:
+                    read = conversation.messages[: message.evidence + 1]
+                    distance = start - self.num_tokens(read, conversation.declares_tools)
+                spans.append(Span(message.task, start, place + 1, distance))
+                start = None
+        return Answers(sample.token_ids, tuple(spans))
+
     def text(self, text: str, weight: float) -> Sample:
         """Plain text behind the token that begins every sequence."""
         ids = self._encoding.encode([Segment(_BEGIN, True), Segment(text, False)])
         return Sample(tuple(ids), (0.0, *[weight] * (len(ids) - 1)))
 
-    def num_tokens(self, messages: Sequence[Message]) -> int:
+    def num_tokens(self, messages: Sequence[Message], declares_tools: bool = False) -> int:
         """Tokens of a prompt that ends with these messages, without the answer's header."""
-        return len(self._encoding.encode(self._segments(messages, False)))
+        return len(self._encoding.encode(self._segments(messages, declares_tools)))
 
     def _segments(self, messages: Sequence[Message], declares_tools: bool) -> Sequence[Segment]:
         body = {"messages": list(messages), "thinking": {"type": "disabled"}}

@@ -1,0 +1,211 @@
+"""How is the demo model trained? One process a core, a saved state, and a checkpoint at the end."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch.multiprocessing.spawn import spawn
+
+from ripresa.cluster.training.measure import measure, table
+from ripresa.cluster.training.rendering import Renderer
+from ripresa.cluster.training.samples import LedgerBatches
+from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.demo.ledger.evaluation import load_evaluation
+from ripresa.workers.demo.training.export import export
+from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Plan
+from ripresa.workers.demo.training.sizes import Size, config_of
+from ripresa.workers.demo.training.trainer import Progress, Trainer, train
+from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids
+
+PLAN = "training.json"
+STATE = "state.pt"
+LOG = "log.jsonl"
+CHECKPOINT = "checkpoint"
+SHOWN_EVERY_S = 10.0
+MEASURED_EVERY_TOKENS = 250_000
+NUM_MEASURED = 24
+"""Conversations that are measured on the way."""
+_TIMED_STEPS = 4
+PEER_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training, from its first step to its checkpoint.
+
+    Attributes:
+        is_narrow: large products are bf16, which is faster on CPUs that have such instructions.
+    """
+
+    size: Size
+    num_tokens: int
+    seed: int
+    num_processes: int
+    is_narrow: bool
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(max(self.num_tokens // (TOKENS_PER_STEP * self.num_processes), 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_narrow else torch.float32
+
+
+def open_training(folder: Path, asked: Training, minutes: float | None) -> Training:
+    """The training of a folder: the one that was begun there, or else the one asked for.
+
+    Args:
+        asked: its tokens count only where `minutes` is None.
+        minutes: read as many tokens as this machine now reads in this time.
+
+    Raises:
+        ConfigError: the folder's training is of another size, seed or number of processes.
+    """
+    file = folder / PLAN
+    if file.exists():
+        fields = json.loads(file.read_text())
+        begun = replace(asked, num_tokens=fields["num_tokens"])
+        if fields != _fields(begun):
+            raise ConfigError(
+                "--folder",
+                f"{folder} holds a training of {fields}; go on with the same options, or name "
+                "another folder",
+            )
+        return begun
+    training = asked if minutes is None else replace(asked, num_tokens=tokens_in(minutes, asked))
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(_fields(training)) + "\n")
+    return training
+
+
+def _fields(training: Training) -> dict[str, object]:
+    return {**asdict(training), "size": training.size.value}
+
+
+def tokens_in(minutes: float, training: Training) -> int:
+    """How many tokens a training reads in some time on this machine, as idle as it is now.
+
+    Args:
+        training: of any length.
+    """
+    torch.set_num_threads(1)
+    trainer = make_trainer(replace(training, num_processes=1))
+    trainer.step()
+    first, begun = trainer.num_tokens, time.monotonic()
+    for _ in range(_TIMED_STEPS):
+        trainer.step()
+    per_s = (trainer.num_tokens - first) / (time.monotonic() - begun)
+    return int(per_s * training.num_processes * 60 * minutes)
+
+
+def run_training(folder: Path, training: Training, echo: Callable[[str], None]) -> None:
+    """Train to the end, or on from where the folder's state is, and write a checkpoint.
+
+    Raises:
+        ConfigError: the folder holds another training's state.
+    """
+    if training.num_processes == 1:
+        _run_rank(0, folder, training, "", echo)
+        return
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (folder, training, f"{meeting}/processes", echo)
+        spawn(_run_rank, arguments, nprocs=training.num_processes)
+
+
+def _run_rank(
+    rank: int, folder: Path, training: Training, meeting: str, echo: Callable[[str], None]
+) -> None:
+    torch.set_num_threads(1)
+    trainer = make_trainer(training, rank)
+    if training.num_processes > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=training.num_processes,
+            timeout=PEER_TIMEOUT,
+        )
+    if rank:
+        train(trainer, folder / STATE, lambda _: None, is_writer=False)
+    else:
+        with open(folder / LOG, "a", buffering=1, encoding="utf-8") as log:
+            train(trainer, folder / STATE, _Teller(trainer, log, echo))
+        export(folder / CHECKPOINT, config_of(training.size), trainer.parameters)
+        echo(f"wrote {folder / CHECKPOINT}")
+    if training.num_processes > 1:
+        dist.destroy_process_group()
+
+
+def make_trainer(training: Training, rank: int = 0) -> Trainer:
+    config = ModelConfig.from_dict(config_of(training.size))
+    return Trainer(
+        config,
+        compressed_ids(Tokenizer.from_file(str(TOKENIZER))),
+        LedgerBatches(TOKENIZER, training.seed),
+        training.plan,
+        training.seed,
+        rank=rank,
+        num_ranks=training.num_processes,
+        dtype=training.dtype,
+    )
+
+
+class _Teller:
+    """Says how far the training is, keeps its log, and measures on the way."""
+
+    def __init__(self, trainer: Trainer, log: TextIO, echo: Callable[[str], None]) -> None:
+        self._trainer, self._log, self._echo = trainer, log, echo
+        self._renderer = Renderer(TOKENIZER)
+        self._held_out = load_evaluation()[-NUM_MEASURED:]
+        self._begun, self._cpu = time.monotonic(), time.process_time()
+        self._shown = self._begun
+        self._first_tokens: int | None = None
+        self._measured: int | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if self._first_tokens is None or self._measured is None:
+            self._first_tokens = self._measured = progress.num_tokens
+        now = time.monotonic()
+        done = progress.num_tokens - self._first_tokens
+        speed = done / max(now - self._begun, 1e-9)
+        entry = {
+            "step": progress.number,
+            "tokens": progress.num_tokens,
+            "loss": round(progress.loss, 5),
+            "index_loss": round(progress.index_loss, 5),
+            "length": progress.step.length,
+            "dense": progress.step.is_dense,
+            "wall_s": round(now - self._begun, 1),
+            "cpu_s": round(time.process_time() - self._cpu, 1),
+        }
+        self._log.write(json.dumps(entry) + "\n")
+        if now - self._shown >= SHOWN_EVERY_S:
+            self._shown = now
+            left = self._trainer.plan.num_steps - progress.number
+            per_step = progress.num_tokens / progress.number
+            eta = left * per_step / speed if speed else 0.0
+            self._echo(
+                f"step {progress.number}/{self._trainer.plan.num_steps}  "
+                f"{progress.num_tokens / 1e6:.2f} M tokens  loss {progress.loss:.3f}  "
+                f"index {progress.index_loss:.3f}  {speed:.0f} tokens/s  "
+                f"{eta / 60:.0f} min left"
+            )
+        if progress.num_tokens - self._measured >= MEASURED_EVERY_TOKENS:
+            self._measured = progress.num_tokens
+            scores = list(measure(self._trainer.model, self._renderer, self._held_out))
+            for line in table(scores):
+                self._echo(line)
+                self._log.write(json.dumps({"tokens": progress.num_tokens, "table": line}) + "\n")

@@ -1,0 +1,67 @@
+"""What does each step of a training read? Rendered conversations and texts, cut to one length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ripresa.cluster.training.rendering import Renderer, Sample
+from ripresa.workers.demo.ledger.draws import Draws, Split
+from ripresa.workers.demo.ledger.filler import paragraphs
+from ripresa.workers.demo.ledger.scripts import FULL, WARM_UP, draw_conversation
+from ripresa.workers.demo.training.plan import Phase, Step
+from ripresa.workers.demo.training.trainer import Batch
+
+TEXT_SHARE, TEXT_WEIGHT = 0.12, 0.3
+CONTEXT_SHARE, CONTEXT_WEIGHT = 0.25, 0.3
+TOOLS_SHARE = 0.3
+"""Of samples that are long enough for the tools' preamble."""
+_LONG = 1024
+_CHARACTERS_PER_TOKEN = 2.3
+"""A little more than conversations have, so that few samples are too short."""
+_PAD = 2
+
+
+class LedgerBatches:
+    """Samples by step and process, the same whenever they are asked for.
+
+    Args:
+        seed: below 2^20; trainings with different ones share no sample.
+    """
+
+    def __init__(self, tokenizer_file: Path, seed: int) -> None:
+        self._renderer = Renderer(tokenizer_file)
+        self._seed = seed
+
+    def batch(self, number: int, step: Step, rank: int) -> Batch:
+        token_ids = torch.full((step.num_sequences, step.length), _PAD, dtype=torch.int64)
+        weights = torch.zeros(step.num_sequences, step.length)
+        for place in range(step.num_sequences):
+            # 2^44 indices a seed: 2^28 steps of 2^8 processes of 2^8 sequences.
+            index = ((self._seed << 28 | number) << 8 | rank) << 8 | place
+            sample = self._sample(Draws(Split.TRAINING, index), step)
+            size = min(len(sample.token_ids), step.length)
+            token_ids[place, :size] = torch.tensor(sample.token_ids[:size])
+            weights[place, :size] = torch.tensor(sample.weights[:size])
+        return Batch(token_ids, weights)
+
+    def _sample(self, draws: Draws, step: Step) -> Sample:
+        filler = paragraphs(draws.split)
+        num_characters = int(step.length * _CHARACTERS_PER_TOKEN)
+        if step.phase is Phase.FULL and draws.chance(TEXT_SHARE):
+            text = ""
+            first = draws.below(len(filler))
+            while len(text) < 2 * num_characters:
+                text += filler[first % len(filler)] + "\n\n"
+                first += 1
+            return self._renderer.text(text, TEXT_WEIGHT)
+        conversation = draw_conversation(
+            draws,
+            WARM_UP if step.phase is Phase.WARM_UP else FULL,
+            filler,
+            num_characters,
+            TOOLS_SHARE if step.length >= _LONG else 0.0,
+        )
+        context_weight = CONTEXT_WEIGHT if draws.chance(CONTEXT_SHARE) else 0.0
+        return self._renderer.conversation(conversation, context_weight)
