@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ class Script:
         refusal: what a resume is answered with.
         asked: requests in order.
         metadata: of every call.
+        ended: requests whose calls are over at the gateway.
         kill_after: the gateway that serves dies after so many messages of its first call.
     """
 
@@ -38,6 +40,7 @@ class Script:
     refusal: tuple[grpc.StatusCode, str] | None = None
     asked: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    ended: Queue[Any] = field(default_factory=Queue)
     kill_after: int | None = None
 
 
@@ -74,6 +77,8 @@ class ScriptedInference(ripresa_pb2_grpc.InferenceServicer):
     def _run(self, request: Any, context: Any, start: int) -> Iterator[Any]:
         script = self._script
         script.asked.append(request)
+        if not context.add_callback(lambda: script.ended.put(request)):
+            script.ended.put(request)
         script.metadata.append(dict(context.invocation_metadata()))
         limit = script.breaks.pop(0) if script.breaks else None
         for count, response in enumerate(script.responses[start:]):

@@ -352,6 +352,17 @@ def test_addresses_that_cannot_stand_together(addresses: tuple[str, ...]) -> Non
         Client(*addresses)
 
 
+def test_the_readme_runs(
+    chatting: GatewayThread, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatting.router.script = (*encode_output("Hm.</think>Good day."), EOS)
+    text = (repository / "cluster" / "client" / "README.md").read_text()
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    assert len(lines) > 5
+    exec("\n".join(lines).replace("127.0.0.1:9000", chatting.address), {})
+    assert capsys.readouterr().out.startswith("Good day.")
+
+
 def test_importing_the_client_loads_nothing_heavy() -> None:
     heavy = (
         *("torch", "ray", "numpy", "fastapi", "tokenizers", "deepseek_recipe", "click", "yaml"),

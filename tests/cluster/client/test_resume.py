@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_inference import Script, scripted_gateways
+from suspensions import Cancelling, for_every_wait
 
 from ripresa.cluster.client import (
     Answer,
@@ -118,6 +120,21 @@ async def test_a_broken_stream_goes_on_asynchronously(whole: tuple[list[Event], 
             events = [event async for event in stream]
             assert (events, await stream.answer()) == whole
     assert len(script.asked) == 4
+
+
+async def test_whoever_cancels_leaves_nothing_running() -> None:
+    """At every await of an answer whose stream breaks and goes on."""
+
+    async def scenario(cancelling: Cancelling[Answer]) -> bool:
+        script = Script(chat_script(), breaks=[3])
+        with scripted_gateways(script) as addresses:
+            async with AsyncClient(*addresses) as client:
+                answer = await cancelling(lambda: client.chat([user("hi")]).answer())
+                for _ in range(len(script.asked)):
+                    await asyncio.to_thread(script.ended.get, timeout=30)
+        return answer is not None
+
+    assert await for_every_wait(scenario) > 4
 
 
 def test_a_completion_goes_on(whole: tuple[list[Event], Answer]) -> None:
