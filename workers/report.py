@@ -57,13 +57,12 @@ class WorkerReport:
     image_bytes: int = 0
     capacity_tokens: int | None = None
     state: WorkerState = WorkerState.READY
+    number: int = 0
 
     @property
     def is_leaving(self) -> bool:
         """It takes no new work; what it holds can still be pulled."""
         return self.state is not WorkerState.READY
-
-    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

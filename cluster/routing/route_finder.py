@@ -254,13 +254,15 @@ class RouteFinder:
                         await self._view.changed()
 
     def _decoders(self, execution: Execution) -> dict[str, WorkerReport]:
-        """The newest reports of decode workers that could ever hold the request."""
+        """The newest reports of decode workers that stay and could ever hold the request."""
         num_tokens = execution.max_total_tokens
         fit = {load.worker_id for load in self._loads() if load.holds(num_tokens)}
         return {
             report.worker_id: report
             for report in self._view.workers()
-            if report.kind is WorkerKind.DECODE and report.worker_id in fit
+            if report.kind is WorkerKind.DECODE
+            and report.worker_id in fit
+            and not report.is_leaving
         }
 
     def _loads(self) -> tuple[WorkerLoad, ...]:

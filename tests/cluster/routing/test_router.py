@@ -26,7 +26,7 @@ from ripresa.workers.errors import (
 )
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
-from ripresa.workers.report import WorkerReport
+from ripresa.workers.report import WorkerReport, WorkerState
 from ripresa.workers.request import (
     EngineEvent,
     EngineStats,
@@ -78,6 +78,7 @@ class Cluster:
         self.num_reports: Counter[str] = Counter()
         self.capacity: dict[str, int] = {}
         self.full: set[str] = set()
+        self.leaving: set[str] = set()
         self.leased: list[tuple[str, str, tuple[str, ...]]] = []
         self.session_ends: list[tuple[str, bytes, str]] = []
         self.is_deaf = False
@@ -99,6 +100,7 @@ class Cluster:
                 1,
                 STATS,
                 capacity_tokens=self.capacity.get(name),
+                state=WorkerState.DRAINING if name in self.leaving else WorkerState.READY,
                 number=self.num_reports[name],
             )
             for name in self.listed
@@ -334,12 +336,13 @@ def refusing_once(cluster: Cluster, worker_id: str) -> Script:
 
 
 async def test_the_only_worker_is_asked_again_when_it_has_reported() -> None:
-    cluster = Cluster(decoders=2)
+    cluster = Cluster(decoders=3)
     cluster.capacity["d1"] = 2
+    cluster.leaving = {"d2"}
     cluster.decoding["d0"] = refusing_once(cluster, "d0")
     running = asyncio.create_task(cluster.run())
     await cluster.waited_for.wait()
-    # It is not asked before, and the one with too small a pool never is.
+    # It is not asked before, and those with too small a pool or about to leave never are.
     assert not running.done()
     cluster.report("d0")
     check_answer(await running)
