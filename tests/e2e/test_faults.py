@@ -26,7 +26,7 @@ from served_cluster import (
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.client import Client
-from ripresa.cluster.gateway.recorder import recipe_of
+from ripresa.cluster.gateway.recording import recipe_of
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.replay import PlanKind, Recipe

@@ -14,7 +14,7 @@ from served_cluster import Answer, ServedCluster, eventually, generate_request, 
 from ripresa.cluster.cli import cli
 from ripresa.cluster.directory.link import NAMESPACE
 from ripresa.cluster.directory.prefix_directory import ACTOR_NAME
-from ripresa.cluster.gateway.recorder import recipe_of
+from ripresa.cluster.gateway.recording import recipe_of
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.replay import PlanKind, Recipe
 
