@@ -123,9 +123,11 @@ class AsyncClient(StreamingCalls[AsyncStream]):
         *,
         tools: Iterable[pb.ToolDefinition] = (),
         effort: Effort | None = None,
+        cache_salt: str = "",
     ) -> pb.TokenizeResponse:
         """As `Client.tokenize_chat`."""
-        request = pb.TokenizeRequest(conversation=conversation_of(messages, tools, effort))
+        conversation = conversation_of(messages, tools, effort)
+        request = pb.TokenizeRequest(conversation=conversation, cache_salt=cache_salt)
         rendered: pb.TokenizeResponse = await self._ask(self._inference.Tokenize, request)
         return rendered
 

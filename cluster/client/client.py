@@ -150,13 +150,15 @@ class Client(StreamingCalls[Stream]):
         *,
         tools: Iterable[pb.ToolDefinition] = (),
         effort: Effort | None = None,
+        cache_salt: str = "",
     ) -> pb.TokenizeResponse:
-        """The prompt of a conversation and its token ids.
+        """The prompt of a conversation, its token ids, and how many of them the cluster holds.
 
         Raises:
             CallError: the server refuses it.
         """
-        request = pb.TokenizeRequest(conversation=conversation_of(messages, tools, effort))
+        conversation = conversation_of(messages, tools, effort)
+        request = pb.TokenizeRequest(conversation=conversation, cache_salt=cache_salt)
         rendered: pb.TokenizeResponse = self._ask(self._inference.Tokenize, request)
         return rendered
 

@@ -44,6 +44,37 @@ class Script:
     kill_after: int | None = None
 
 
+def chat_script(stream_id: str = "stream-1") -> list[pb.ChatResponse]:
+    """An answer with reasoning, content and a call."""
+    call = pb.ToolCall(id="c1", name="get_weather", arguments_json='{"city": "Oslo"}')
+    message = pb.Message(
+        role=pb.ROLE_ASSISTANT,
+        content="One moment.",
+        reasoning_content="Look.",
+        tool_calls=[call],
+    )
+    deltas = [
+        pb.ChatDelta(reasoning="Look."),
+        pb.ChatDelta(content="One "),
+        pb.ChatDelta(content="moment."),
+        pb.ChatDelta(tool_call=pb.ToolCallDelta(id="c1", name="get_weather")),
+        pb.ChatDelta(tool_call=pb.ToolCallDelta(arguments_delta='{"city": ')),
+        pb.ChatDelta(tool_call=pb.ToolCallDelta(arguments_delta='"Oslo"}', done=True)),
+    ]
+    started = pb.Started(request_id="r", stream_id=stream_id, prompt_tokens=9)
+    finished = pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, message=message, turn_id="t1")
+    completed = pb.Completed(usage=pb.Usage(prompt_tokens=9, completion_tokens=6))
+    events = [
+        pb.ChatResponse(started=started),
+        *(pb.ChatResponse(delta=delta) for delta in deltas),
+        pb.ChatResponse(finished=finished),
+        pb.ChatResponse(completed=completed),
+    ]
+    for sequence, event in enumerate(events):
+        event.sequence = sequence
+    return events
+
+
 class ScriptedInference(ripresa_pb2_grpc.InferenceServicer):
     """Streams a script."""
 
@@ -96,6 +127,27 @@ class ScriptedInference(ripresa_pb2_grpc.InferenceServicer):
             yield response
 
 
+class ScriptedSessions(ripresa_pb2_grpc.SessionsServicer):
+    """Opens, finds and closes whatever session it is asked for; its newest turn is `t7`."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.Session:
+        self._script.asked.append(request)
+        return pb.Session(session_id=request.session_id or "made-here")
+
+    def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.Session:
+        self._script.asked.append(request)
+        return pb.Session(session_id=request.session_id, head_turn_id="t7")
+
+    def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Any
+    ) -> pb.CloseSessionResponse:
+        self._script.asked.append(request)
+        return pb.CloseSessionResponse()
+
+
 @contextmanager
 def scripted_gateways(script: Script, count: int = 1) -> Iterator[list[str]]:
     """Serve on so many ports while the body runs; gives their addresses."""
@@ -105,6 +157,7 @@ def scripted_gateways(script: Script, count: int = 1) -> Iterator[list[str]]:
             servicer = ScriptedInference(script)
             server = grpc.server(ThreadPoolExecutor(4))
             ripresa_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+            ripresa_pb2_grpc.add_SessionsServicer_to_server(ScriptedSessions(script), server)
             addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
             server.start()
             killer = threading.Thread(target=_stop_when_told, args=(server, servicer))

@@ -139,7 +139,7 @@ async def test_a_chat_with_tools(chatting: GatewayThread, demo: Tokenizer) -> No
     chatting.router.script = (*encode_output("It is cold.</think>-3"), EOS)
     async with AsyncClient(chatting.address) as aio:
         end = await aio.chat(history, tools=[WEATHER], effort="low", max_tokens=300).answer()
-        prompt = await aio.tokenize_chat(history, tools=[WEATHER], effort="low")
+        prompt = await aio.tokenize_chat(history, tools=[WEATHER], effort="low", cache_salt="other")
     with Client(chatting.address) as client:
         assert prompt == client.tokenize_chat(history, tools=[WEATHER], effort="low")
     assert (end.content, end.reason, end.tool_calls) == ("-3", "stop", ())

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_inference import Script, scripted_gateways
+from scripted_inference import Script, chat_script, scripted_gateways
 from suspensions import Cancelling, for_every_wait
 
 from ripresa.cluster.client import (
@@ -25,37 +25,6 @@ from ripresa.cluster.client import (
 from ripresa.cluster.client.exchange import MAX_RESUMES, Exchange
 from ripresa.cluster.client.requests import generate_request
 from ripresa.protos import ripresa_pb2 as pb
-
-
-def chat_script(stream_id: str = "stream-1") -> list[pb.ChatResponse]:
-    """An answer with reasoning, content and a call."""
-    call = pb.ToolCall(id="c1", name="get_weather", arguments_json='{"city": "Oslo"}')
-    message = pb.Message(
-        role=pb.ROLE_ASSISTANT,
-        content="One moment.",
-        reasoning_content="Look.",
-        tool_calls=[call],
-    )
-    deltas = [
-        pb.ChatDelta(reasoning="Look."),
-        pb.ChatDelta(content="One "),
-        pb.ChatDelta(content="moment."),
-        pb.ChatDelta(tool_call=pb.ToolCallDelta(id="c1", name="get_weather")),
-        pb.ChatDelta(tool_call=pb.ToolCallDelta(arguments_delta='{"city": ')),
-        pb.ChatDelta(tool_call=pb.ToolCallDelta(arguments_delta='"Oslo"}', done=True)),
-    ]
-    started = pb.Started(request_id="r", stream_id=stream_id, prompt_tokens=9)
-    finished = pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, message=message, turn_id="t1")
-    completed = pb.Completed(usage=pb.Usage(prompt_tokens=9, completion_tokens=6))
-    events = [
-        pb.ChatResponse(started=started),
-        *(pb.ChatResponse(delta=delta) for delta in deltas),
-        pb.ChatResponse(finished=finished),
-        pb.ChatResponse(completed=completed),
-    ]
-    for sequence, event in enumerate(events):
-        event.sequence = sequence
-    return events
 
 
 def text_script() -> list[pb.GenerateResponse]:
