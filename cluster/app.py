@@ -281,6 +281,8 @@ def _worker(config: ClusterConfig, engine: EngineConfig) -> WorkerSettings:
         transport=config.transfer.backend,
         lanes=config.lanes(),
         torch_threads=config.torch_threads,
+        keep_streams_s=config.decoders.keep_streams_s,
+        kept_streams_bytes=config.decoders.kept_streams_bytes,
     )
 
 

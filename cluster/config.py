@@ -118,6 +118,9 @@ class DecoderSettings:
         num_blocks: KV blocks of each worker's pool.
         reserved_output_tokens: tokens of each answer whose pages are set aside at admission; longer
             ones take pages as they grow, and where none are left the youngest requests park.
+        keep_streams_s: how long a stream's tokens stay after its end, for `Resume`.
+        kept_streams_bytes: what each worker may keep of streams, about; those that have ended make
+            room first, and a stream that alone takes more cannot be resumed.
     """
 
     replicas: int = setting(1, at_least=1)
@@ -125,6 +128,8 @@ class DecoderSettings:
     max_num_seqs: int = setting(64, at_least=1)
     num_blocks: int = setting(1024, at_least=1)
     reserved_output_tokens: int = setting(DEFAULT_RESERVED_TOKENS, at_least=1)
+    keep_streams_s: float = setting(60.0, at_least=0)
+    kept_streams_bytes: int = setting(64 << 20, at_least=0)
 
 
 @dataclass(frozen=True, slots=True)

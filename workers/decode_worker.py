@@ -13,6 +13,7 @@ from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.departure import DrainOrder, DrainProgress
+from ripresa.workers.kept_streams import KeptPrompt, KeptStreams
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
 from ripresa.workers.remote_worker import own_identity, report_to, require_target, tell_moves_to
@@ -58,6 +59,9 @@ class DecodeWorker:
             peers=self._transfers.peers,
             find_keepers=self._announcer.find_keepers,
         )
+        self._streams = KeptStreams(
+            self._engine, settings.keep_streams_s, settings.kept_streams_bytes
+        )
         self._transfers.receive(self._engine.exchange, self._engine)
         self._announcer.advise(self._engine.advise)
         self._announcer.describe(self._engine.room)
@@ -72,13 +76,36 @@ class DecodeWorker:
         await self._heartbeat.start()
 
     async def generate(
-        self, request: GenerationRequest, local: bool, *, worker_id: str
+        self, request: GenerationRequest, local: bool, reader: str, *, worker_id: str
     ) -> AsyncGenerator[EngineEvent]:
-        """See `DecodeEngine.generate`."""
+        """See `KeptStreams.generate`."""
         require_target(self._worker_id, worker_id)
-        async with aclosing(self._engine.generate(request, local=local)) as events:
+        stream = self._streams.generate(request, local=local, reader=reader)
+        async with aclosing(stream) as events:
             async for event in events:
                 yield event
+
+    async def find_stream(
+        self, stream_id: str, choice: int, *, worker_id: str
+    ) -> KeptPrompt | None:
+        """See `KeptStreams.find`."""
+        require_target(self._worker_id, worker_id)
+        return self._streams.find(stream_id, choice)
+
+    async def resume(
+        self, stream_id: str, choice: int, reader: str, *, worker_id: str
+    ) -> AsyncGenerator[tuple[EngineEvent, ...]]:
+        """See `KeptStreams.resume`."""
+        require_target(self._worker_id, worker_id)
+        stream = self._streams.resume(stream_id, choice, reader=reader)
+        async with aclosing(stream) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def let_go(self, reader: str, *, worker_id: str) -> None:
+        """See `KeptStreams.let_go`."""
+        require_target(self._worker_id, worker_id)
+        self._streams.let_go(reader)
 
     async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
         """Take one message of a transfer."""
@@ -131,6 +158,7 @@ class DecodeWorker:
         """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
         require_target(self._worker_id, worker_id)
         self._engine.check_integrity()
+        self._streams.check_integrity()
         self._transfers.check_integrity()
 
     async def __del__(self) -> None:
@@ -138,6 +166,7 @@ class DecodeWorker:
         await self._heartbeat.stop()
         await self._announcer.stop()
         await self._engine.stop()
+        await self._streams.close()
         await self._transfers.close()
 
     def _report(self) -> WorkerReport:

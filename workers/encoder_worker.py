@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.departure import DrainOrder, DrainProgress
+from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
@@ -64,6 +65,7 @@ class EncoderWorker:
         self._transfers.receive(self._engine.exchange)
         self._announcer.advise(self._engine.advise)
         self._announcer.describe(self._engine.room)
+        self._calls = DetachedCalls()
         self._heartbeat = Heartbeat(
             self._report, report_to(controller), settings.heartbeat_interval_s
         )
@@ -75,11 +77,17 @@ class EncoderWorker:
         await self._heartbeat.start()
 
     async def prefill(
-        self, request: GenerationRequest, receiver: str, *, worker_id: str
+        self, request: GenerationRequest, receiver: str, caller: str, *, worker_id: str
     ) -> WorkCounters:
-        """See `EncoderEngine.prefill`."""
+        """See `EncoderEngine.prefill`; for a kept stream it goes on when the caller dies."""
         require_target(self._worker_id, worker_id)
-        return await self._engine.prefill(request, receiver)
+        work = self._engine.prefill(request, receiver)
+        return await (work if request.stream is None else self._calls.run(caller, work))
+
+    async def let_go(self, caller: str, *, worker_id: str) -> None:
+        """See `DetachedCalls.let_go`."""
+        require_target(self._worker_id, worker_id)
+        self._calls.let_go(caller)
 
     async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
         """Take one message of a transfer."""
@@ -118,6 +126,7 @@ class EncoderWorker:
         await self._departure.close()
         await self._heartbeat.stop()
         await self._announcer.stop()
+        await self._calls.close()
         await self._engine.stop()
         await self._transfers.close()
 

@@ -262,6 +262,9 @@ class EngineCore:
                 old = self.exchange.supply.holding(request.request_id)
             if old is hold or old is None:
                 return
+            if isinstance(old, Job) and old.is_over:
+                await old.released.wait()
+                continue
             if old.request.generation >= request.generation:
                 raise RipresaError(
                     ErrorCode.ALREADY_EXISTS,

@@ -97,6 +97,25 @@ class CacheUse:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamTicket:
+    """Under what a decode worker keeps a request's events, so that another gateway can tell them.
+
+    Attributes:
+        stream_id: of the whole stream; whoever knows it may read it.
+        choice: which answer of it this is.
+        origin: the client's request in the gateways' own terms; workers only keep it.
+        placed_on: the decode worker of the first execution.
+        earlier: what earlier executions have streamed.
+    """
+
+    stream_id: str
+    choice: int
+    origin: bytes
+    placed_on: str = ""
+    earlier: tuple[Tokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt for the engines, identical on every worker that takes part.
 
@@ -121,6 +140,7 @@ class GenerationRequest:
             their next tokens are not late; None for the step's whole budget.
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
+        stream: outlives its reader under this ticket; None for work that ends with its reader.
     """
 
     request_id: str
@@ -139,6 +159,7 @@ class GenerationRequest:
     priority: int = 0
     max_chunk_rows: int | None = None
     expect_next_within_s: float | None = None
+    stream: StreamTicket | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,8 @@ class WorkerSettings:
         host: address at which other workers reach this one's lanes.
         torch_threads: threads of matrix products; more than the cores a process has is slower.
         heartbeat_interval_s: seconds between reports.
+        keep_streams_s: how long a decode worker keeps a stream's tokens after its end.
+        kept_streams_bytes: what it may keep of streams, about.
     """
 
     model_path: str
@@ -29,3 +31,5 @@ class WorkerSettings:
     host: str = "127.0.0.1"
     torch_threads: int = 1
     heartbeat_interval_s: float = 0.5
+    keep_streams_s: float = 60.0
+    kept_streams_bytes: int = 64 << 20

@@ -18,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ripresa.cluster.directory.events import HotPrefix
 from ripresa.cluster.directory.index import DirectoryCounters
-from ripresa.cluster.gateway.service import Call
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.validation import tenant_salt
 from ripresa.protos import ripresa_pb2 as pb

@@ -35,13 +35,13 @@ class AskedChat:
         prompt: the rendered conversation.
         prompts: one for each choice.
         open_turn: what the answer will be kept by; None to keep none.
-        outline: what the next prompt of the conversation is compared with.
+        outline: what the next prompt of the conversation is compared with; None for a resumed one.
     """
 
     prompt: Prompt
     prompts: tuple[PromptRequest, ...]
     open_turn: OpenTurn | None
-    outline: Outline
+    outline: Outline | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,16 @@ class ChatReader:
             end_of_reasoning_id=encoding.end_of_reasoning_id,
         )
         return AskedChat(prompt, choices_of(first, asked.n), open_turn, outline)
+
+    def reread(
+        self,
+        body: Json,
+        protocol: Protocol,
+        prompts: tuple[PromptRequest, ...],
+        turn: OpenTurn | None,
+    ) -> AskedChat:
+        """A request that was accepted before, here or in another gateway, as it was then."""
+        return AskedChat(self.encoding.render(body, protocol), prompts, turn, None)
 
     def encode(
         self, body: Json, protocol: Protocol, tenant: str, cache_salt: str

@@ -83,7 +83,8 @@ class ChatResponses:
             message = pb.ChatDelta(choice=choice)
             if isinstance(delta, CallDelta):
                 message.tool_call.index = delta.index
-                message.tool_call.id = delta.id
+                if delta.id:
+                    message.tool_call.id = self._facts.call_id(choice, delta.index)
                 message.tool_call.name = delta.name
                 message.tool_call.arguments_delta = delta.arguments
                 message.tool_call.done = delta.done
@@ -97,8 +98,12 @@ class ChatResponses:
     def _finished(self, choice: int) -> pb.Finished:
         answer = self._answers[choice]
         calls = [
-            pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
-            for call in answer.calls
+            pb.ToolCall(
+                id=self._facts.call_id(choice, index),
+                name=call.name,
+                arguments_json=call.arguments,
+            )
+            for index, call in enumerate(answer.calls)
         ]
         message = pb.Message(
             role=pb.ROLE_ASSISTANT,

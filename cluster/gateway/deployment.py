@@ -121,10 +121,10 @@ class Gateway:
         client = None if link is None else await link.client()
         directory: Directory = client or NoDirectory()
         hints = PrefixHints(directory, start.geometry, self._view.address, start.anchor_interval)
-        calls = RayWorkerCalls(encoders, decoders)
+        self._calls = RayWorkerCalls(encoders, decoders)
         metrics = GatewayMetrics(backends=(start.transfer_backend,), workers=self._view.workers)
         self._router = ClusterRouter(
-            self._view, calls, hints, start.planner, on_waste=metrics.wasted
+            self._view, self._calls, hints, start.planner, on_waste=metrics.wasted
         )
         tokenizer = Tokenizer(Path(start.tokenizer_file))
         keys = None if start.api_keys_file is None else KeyFile(Path(start.api_keys_file))
@@ -221,6 +221,7 @@ class Gateway:
         await self._operators.stop()
         await self.service.forget_keys()
         self.service.close()
+        await self._calls.close()
         await self._view.stop()
 
 

@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection
 
 from ripresa.cluster.gateway import status
 from ripresa.cluster.gateway.api_keys import api_key
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.malformed import request_decoder
-from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.cluster.gateway.service import InferenceService
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 
@@ -180,6 +181,7 @@ def _service_handlers(
         unary["ListModels"] = service.list_models
         streaming["Generate"] = service.generate
         streaming["Chat"] = service.chat
+        streaming["Resume"] = service.resume
     return method_handlers(descriptor, unary, streaming, service.authenticate, max_message_bytes)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import Depends, Request
 
 from ripresa.cluster.gateway.api_keys import api_key
-from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.cluster.gateway.call import Call
+from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.workers.errors import ErrorCode
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_encoding import (
     PROMPT_ENCODING,
     AnswerParser,
@@ -36,7 +37,7 @@ from ripresa.cluster.gateway.http_fields import (
 from ripresa.cluster.gateway.http_stream import Message, openai_failure, respond
 from ripresa.cluster.gateway.http_usage import our_usage, usage
 from ripresa.cluster.gateway.served_model import check_model
-from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.cluster.gateway.stream_facts import StreamFacts
 from ripresa.cluster.gateway.told_stream import Teller

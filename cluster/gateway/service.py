@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import uuid
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Protocol as TypingProtocol
 from typing import TypeVar
 
 from ripresa.cluster.gateway.api_keys import KeyFile
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
 from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol, Turn
 from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
@@ -24,7 +26,7 @@ from ripresa.cluster.gateway.keeping_teller import KeepingTeller
 from ripresa.cluster.gateway.prefix_breaks import Conversations, turn_marks
 from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.responses import Responses
-from ripresa.cluster.gateway.run import Run
+from ripresa.cluster.gateway.run import CountedBooks, ResumedBooks, Run
 from ripresa.cluster.gateway.said_turns import SaidTurns, what_is_said
 from ripresa.cluster.gateway.sampling import asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
@@ -35,6 +37,12 @@ from ripresa.cluster.gateway.served_model import (
 )
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.stream_facts import StreamFacts, build
+from ripresa.cluster.gateway.stream_origin import (
+    ResumedRequest,
+    StreamOrigin,
+    read_id,
+    resumed_request,
+)
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.told_stream import Teller, told
 from ripresa.cluster.gateway.validation import (
@@ -47,13 +55,15 @@ from ripresa.cluster.gateway.validation import (
     tenant_salt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.cluster.routing.prompt import PromptRequest, Router
+from ripresa.cluster.routing.prompt import Hold, PromptRequest, Router, RouterEvent
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
+from ripresa.workers.request import StreamTicket
 
 T = TypeVar("T")
 M = TypeVar("M")
+R = TypeVar("R", pb.GenerateResponse, pb.ChatResponse)
 
 
 class Asked(TypingProtocol):
@@ -70,26 +80,6 @@ A = TypeVar("A", bound=Asked)
 # by at most 1 % on the wire, and the client's clock started a transit earlier.
 DEADLINE_ROUNDING = 0.01
 TRANSIT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a server knows of one call beside the message.
-
-    Attributes:
-        request_id: the client's, or one that the server made.
-        deadline: seconds since the epoch; None for none.
-        tenant: whose it is; empty where there are no tenants.
-    """
-
-    request_id: str
-    deadline: float | None = None
-    tenant: str = ""
-
-    @property
-    def scoped_id(self) -> str:
-        """Its id behind the gateway."""
-        return scoped_id(self.tenant, self.request_id)
 
 
 class InferenceService:
@@ -212,13 +202,12 @@ class InferenceService:
         """
         arrival = self.arrival(call)
         read = partial(read_generate, request, self.model, self.tokenizer, arrival)
+        tell = partial(self._text_teller, request.return_token_ids)
 
-        def tell(asked: AskedText, facts: StreamFacts) -> Responses:
-            return Responses(
-                facts, asked, self.tokenizer, return_token_ids=request.return_token_ids
-            )
+        def origin(asked: AskedText, start_time: float) -> StreamOrigin:
+            return StreamOrigin.of(request, asked.prompts, call, start_time)
 
-        async with aclosing(self.stream(read, tell, call)) as responses:
+        async with aclosing(self.stream(read, tell, call, origin=origin)) as responses:
             async for response in responses:
                 yield response
 
@@ -239,15 +228,133 @@ class InferenceService:
             body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
             return reader.read(body, protocol, options, asked, arrival, in_message)
 
-        def tell(asked: AskedChat, facts: StreamFacts) -> Teller[pb.ChatResponse]:
-            answers = self.answers(asked)
-            teller = ChatResponses(facts, answers, return_token_ids=request.return_token_ids)
-            return self.keeping(teller, asked)
+        def origin(asked: AskedChat, start_time: float) -> StreamOrigin:
+            return StreamOrigin.of(request, asked.prompts, call, start_time, asked.open_turn)
 
-        stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING)
+        tell = partial(self._chat_teller, request.return_token_ids)
+        stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
         async with aclosing(stream) as responses:
             async for response in responses:
                 yield response
+
+    async def resume(
+        self, request: pb.ResumeRequest, call: Call
+    ) -> AsyncGenerator[pb.ResumeResponse]:
+        """Go on with a stream, from whatever gateway it came.
+
+        Its messages from `next_sequence` on are those of the undisturbed stream, without timings.
+
+        Raises:
+            RipresaError: NOT_FOUND, UNAVAILABLE (what kept it is lost), INVALID_ARGUMENT, or what
+                ended the stream; nothing follows.
+        """
+        try:
+            resumed = await self._find(request, call.tenant)
+            origin = resumed.origin
+            if isinstance(origin.request, pb.GenerateRequest):
+                asked_text = AskedText(resumed.prompts, tuple(origin.request.sampling.stop))
+                tell = partial(self._text_teller, origin.request.return_token_ids, asked_text)
+                async with aclosing(self._resumed(request, resumed, tell, "")) as texts:
+                    async for text in texts:
+                        yield pb.ResumeResponse(generate=text)
+            else:
+                asked = await self.off_loop(partial(self._reread, origin.request, resumed), call)
+                tell_chat = partial(self._chat_teller, origin.request.return_token_ids, asked)
+                stream = self._resumed(request, resumed, tell_chat, PROMPT_ENCODING)
+                async with aclosing(stream) as chats:
+                    async for chat in chats:
+                        yield pb.ResumeResponse(chat=chat)
+        except RipresaError as error:
+            self.metrics.resumed(error.code)
+            raise
+        self.metrics.resumed(None)
+
+    async def _find(self, request: pb.ResumeRequest, tenant: str) -> ResumedRequest:
+        """The request of the tenant's stream that is to be resumed."""
+        stream_id, worker_id = read_id(request.stream_id)
+        try:
+            kept = await self._router.find_stream(stream_id, worker_id)
+        except RipresaError as error:
+            raise _lost(f"the stream cannot be resumed: {error}") from error
+        resumed = None if kept is None else resumed_request(kept)
+        if resumed is None or resumed.origin.tenant != tenant:
+            raise RequestError(
+                ErrorCode.NOT_FOUND,
+                "STREAM_NOT_FOUND",
+                "no such stream is kept; its tokens stay for a while after its end "
+                "(decoders.keep_streams_s), then send the request again",
+                field="stream_id",
+            )
+        return resumed
+
+    def _reread(self, request: pb.ChatRequest, resumed: ResumedRequest) -> AskedChat:
+        body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
+        open_turn = resumed.origin.open_turn
+        return self.chat_reader().reread(body, protocol, resumed.prompts, open_turn)
+
+    async def _resumed(
+        self,
+        request: pb.ResumeRequest,
+        resumed: ResumedRequest,
+        tell: Callable[[StreamFacts], Teller[R]],
+        encoding: str,
+    ) -> AsyncGenerator[R]:
+        """The stream's messages from `next_sequence` on."""
+        prompts = resumed.prompts
+        num_told = 0
+        hold = Hold()
+
+        def follow(prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+            return self._router.resume(prompt, hold)
+
+        def caught_up(is_lost: bool) -> None:
+            if request.next_sequence <= num_told:
+                return
+            # The stream goes on for whoever asks better.
+            hold.ends_work = False
+            if is_lost:
+                raise _lost("a part of the stream is lost with its decode worker")
+            raise InvalidArgument(
+                "next_sequence",
+                f"the stream has {num_told} messages yet; ask for one that has not come, of which "
+                f"the first is {num_told}",
+            )
+
+        name = f"resumed {uuid.uuid4().hex}"
+        self._check_room(name, len(prompts))
+        self._running[name] = len(prompts)
+        try:
+            facts = StreamFacts(
+                prompts,
+                self.model,
+                self.tokenizer,
+                request_id=resumed.origin.request_id,
+                encoding=encoding,
+                clock=self._clock,
+                received=None,
+                start_time=resumed.origin.start_time,
+            )
+            run = Run(follow, prompts, ResumedBooks(caught_up))
+            async with aclosing(told(run, facts, tell(facts))) as messages:
+                async for message in messages:
+                    num_told = message.sequence + 1
+                    if message.sequence >= request.next_sequence:
+                        yield message
+            caught_up(is_lost=False)
+        finally:
+            del self._running[name]
+
+    def _text_teller(
+        self, return_token_ids: bool, asked: AskedText, facts: StreamFacts
+    ) -> Teller[pb.GenerateResponse]:
+        return Responses(facts, asked, self.tokenizer, return_token_ids=return_token_ids)
+
+    def _chat_teller(
+        self, return_token_ids: bool, asked: AskedChat, facts: StreamFacts
+    ) -> Teller[pb.ChatResponse]:
+        answers = self.answers(asked)
+        teller = ChatResponses(facts, answers, return_token_ids=return_token_ids)
+        return self.keeping(teller, asked)
 
     def answers(self, asked: AskedChat) -> list[ChatAnswer]:
         """One for each choice of a chat, to be fed with its tokens."""
@@ -267,22 +374,25 @@ class InferenceService:
         What the model says is kept, and workers hear of the tools that it calls.
         """
         first, outline, turn = asked.prompts[0], asked.outline, asked.open_turn
-        known = self._conversations.arrived(first.tenant_salt, first.session_id, outline)
-        self.metrics.continued(known.broken, known.gap_s)
+        known = None
+        if outline is not None:
+            known = self._conversations.arrived(first.tenant_salt, first.session_id, outline)
+            self.metrics.continued(known.broken, known.gap_s)
         if turn is None:
             return teller
         end_of_reasoning_id = self.chat_reader().encoding.end_of_reasoning_id
 
         def keep(choice: int, said: Turn, token_ids: Sequence[int]) -> None:
             self._said.keep(turn.key(said), token_ids)
-            marks = turn_marks(
-                outline.last or b"",
-                array("I", [turn.mark, *token_ids]),
-                what_is_said(said),
-                bool(said.calls),
-                end_of_reasoning_id,
-            )
-            self._conversations.answered(known.conversation, marks)
+            if outline is not None and known is not None:
+                marks = turn_marks(
+                    outline.last or b"",
+                    array("I", [turn.mark, *token_ids]),
+                    what_is_said(said),
+                    bool(said.calls),
+                    end_of_reasoning_id,
+                )
+                self._conversations.answered(known.conversation, marks)
             if said.calls:
                 tools = dict.fromkeys(name for name, _ in said.calls)
                 self._router.called(asked.prompts[choice].request_id, tuple(tools))
@@ -319,6 +429,7 @@ class InferenceService:
         call: Call,
         *,
         encoding: str = "",
+        origin: Callable[[A, float], StreamOrigin] | None = None,
     ) -> AsyncGenerator[M]:
         """Read a request off the loop, admit it, run it, and count whatever becomes of it.
 
@@ -326,20 +437,28 @@ class InferenceService:
             read: the checked request; it raises what is wrong with it.
             tell: who makes the stream's messages.
             encoding: how the prompt was rendered, if it was.
+            origin: what others must know to go on with the stream; None for one that ends with
+                this gateway.
 
         Raises:
             RipresaError: the request is refused or failed; nothing follows.
         """
-        received = self._clock()
-        late_from = expiry(time.time(), call.deadline)
+        received, start_time = self._clock(), time.time()
+        late_from = expiry(start_time, call.deadline)
         try:
             asked = await self.off_loop(read, call)
-            meter = self._admit(asked.prompts, call.tenant)
+            prompts = asked.prompts
+            self._check_room(prompts[0].request_id, len(prompts))
+            meter = self._charged(prompts, call.tenant)
+            self._running[prompts[0].request_id] = len(prompts)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
-        prompts = asked.prompts
-        run = Run(self._router, prompts, self.metrics, self._window, self._transfer_backend, meter)
+        if origin is not None:
+            tickets = origin(asked, start_time).tickets()
+            prompts = tuple(map(_kept_under, prompts, tickets))
+        books = CountedBooks(prompts, self.metrics, self._window, self._transfer_backend, meter)
+        run = Run(self._router.generate, prompts, books)
         try:
             facts = StreamFacts(
                 prompts,
@@ -349,12 +468,13 @@ class InferenceService:
                 encoding=encoding,
                 clock=self._clock,
                 received=received,
+                start_time=start_time,
             )
             async with aclosing(told(run, facts, tell(asked, facts))) as messages:
                 async for message in messages:
                     yield message
         except BaseException as error:
-            run.fail(_outcome(error, late_from))
+            books.fail(_outcome(error, late_from))
             raise
         finally:
             del self._running[prompts[0].request_id]
@@ -450,8 +570,7 @@ class InferenceService:
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
 
-    def _admit(self, prompts: tuple[PromptRequest, ...], tenant: str) -> Meter | None:
-        request_id = prompts[0].request_id
+    def _check_room(self, request_id: str, num_choices: int) -> None:
         if request_id in self._running:
             raise RequestError(
                 ErrorCode.ALREADY_EXISTS,
@@ -459,7 +578,7 @@ class InferenceService:
                 "a request with this id is running; use another id or none",
                 field="options.request_id",
             )
-        if self.num_running + len(prompts) > self._max_running:
+        if self.num_running + num_choices > self._max_running:
             raise RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
@@ -467,12 +586,20 @@ class InferenceService:
                 "(gateway.max_running; each choice counts); try again",
                 retry_after_s=1.0,
             )
-        meter = None
-        if self._quotas is not None:
-            num_tokens = len(prompts[0].token_ids)
-            meter = self._quotas.admit(tenant, self.model.name, len(prompts), num_tokens)
-        self._running[request_id] = len(prompts)
-        return meter
+
+    def _charged(self, prompts: tuple[PromptRequest, ...], tenant: str) -> Meter | None:
+        if self._quotas is None:
+            return None
+        num_tokens = len(prompts[0].token_ids)
+        return self._quotas.admit(tenant, self.model.name, len(prompts), num_tokens)
+
+
+def _kept_under(prompt: PromptRequest, ticket: StreamTicket) -> PromptRequest:
+    return replace(prompt, stream=ticket)
+
+
+def _lost(message: str) -> RequestError:
+    return RequestError(ErrorCode.UNAVAILABLE, "WORKER_LOST", f"{message}; send the request again")
 
 
 def expiry(now: float, deadline: float | None) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import MappingProxyType
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ripresa.cluster.gateway.served_model import ServedModel
+from ripresa.cluster.gateway.stream_origin import public_id
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.routing.prompt import Placed, PromptRequest
 from ripresa.cluster.version import VERSION
@@ -36,7 +38,7 @@ REASON: Mapping[FinishReason, pb.FinishReason.ValueType] = MappingProxyType(
 class _Times:
     """Seconds on the gateway's monotonic clock; None until it happened."""
 
-    received: float
+    received: float | None
     placed: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -50,7 +52,9 @@ class StreamFacts:
         request_id: as the client knows it.
         encoding: how the prompt was rendered; empty for a prompt as it was given.
         clock: monotonic seconds.
-        received: when the request arrived, on that clock.
+        received: when the request arrived, on that clock; None for a resumed stream, of which no
+            times are told.
+        start_time: the same in seconds since the epoch.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class StreamFacts:
         request_id: str,
         encoding: str = "",
         clock: Callable[[], float],
-        received: float,
+        received: float | None,
+        start_time: float,
     ) -> None:
         self._prompt = prompts[0]
         self._request_id = request_id
@@ -71,6 +76,7 @@ class StreamFacts:
         self._encoding = encoding
         self._clock = clock
         self._times = _Times(received)
+        self._start_time = start_time
         self._worker_id = ""
         self._recipe: Recipe | None = None
         self._num_tokens = [0] * len(prompts)
@@ -103,15 +109,17 @@ class StreamFacts:
 
     def started(self) -> pb.Started:
         recipe = self._require_recipe()
-        now = Timestamp()
-        now.GetCurrentTime()
+        start_time = Timestamp()
+        start_time.FromNanoseconds(round(self._start_time * 1e9))
+        ticket = self._prompt.stream
         return pb.Started(
             request_id=self._request_id,
             model=self._model.name,
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=recipe.start,
             worker_id=self._worker_id,
-            start_time=now,
+            start_time=start_time,
+            stream_id="" if ticket is None else public_id(ticket.stream_id, self._worker_id),
             cache=provenance(recipe, self._prompt.cache.mode),
             seed=recipe.seed,
         )
@@ -158,6 +166,15 @@ class StreamFacts:
         completed.build.seed = recipe.seed
         return completed
 
+    def call_id(self, choice: int, index: int) -> str:
+        """The name of a tool call; the same wherever the stream is told."""
+        ticket = self._prompt.stream
+        name = self._prompt.request_id if ticket is None else ticket.stream_id
+        digest = blake2b(
+            f"{name} {choice} {index}".encode(), digest_size=12, person=b"ripresa.call"
+        )
+        return f"call_{index:02d}_{digest.hexdigest()}"
+
     def logprobs(self, tokens: Tokens) -> list[pb.TokenLogprob]:
         """Of each token of an event, if they were asked for."""
         pairs = zip(tokens.token_ids, tokens.logprobs, strict=False)
@@ -180,8 +197,10 @@ class StreamFacts:
             raise RipresaError(ErrorCode.INTERNAL, "the router never placed the prompt")
         return self._recipe
 
-    def _timings(self) -> pb.Timings:
+    def _timings(self) -> pb.Timings | None:
         times = self._times
+        if times.received is None:
+            return None
         timings = pb.Timings()
         spans = (
             (timings.queue, times.received, times.placed),

@@ -247,6 +247,12 @@ REQUEST_FAILURE = Series(
     "Requests refused before they started or ended by an error or a cancel, by error code.",
     labels=(("code", tuple(ErrorCode)),),
 )
+RESUMES = Series(
+    "ripresa_resumes_total",
+    Kind.COUNTER,
+    "Streams that clients asked to go on with, by how that ended: OK or an error code.",
+    labels=(("code", ("OK", *ErrorCode)),),
+)
 TRANSFER_BYTES = Series(
     "ripresa_transfer_bytes_total",
     Kind.COUNTER,
@@ -369,6 +375,7 @@ SERIES = (
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
     REQUEST_FAILURE,
+    RESUMES,
     TRANSFER_BYTES,
     ENCODER_ROWS,
     DECODER_ROWS,
@@ -445,6 +452,10 @@ class GatewayMetrics:
     def request_rejected(self, code: ErrorCode) -> None:
         """Counts a request that was refused before it started."""
         self.counter(REQUEST_FAILURE).labels(code).inc()
+
+    def resumed(self, error: ErrorCode | None) -> None:
+        """Counts a resumed stream that was told to its end, or what ended it."""
+        self.counter(RESUMES).labels("OK" if error is None else error).inc()
 
     def wasted(self, reason: Waste, num_tokens: int) -> None:
         """Counts prompt tokens that were computed in vain."""

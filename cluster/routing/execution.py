@@ -24,6 +24,10 @@ class Execution:
         recipe: fixed by the worker that ran the encoder rows first; it never changes.
         next_generation: above those of every execution so far.
         hashes: of the full blocks of prompt and streamed tokens, once `hash` was called.
+        is_placed, is_planned: the client has heard of its worker, and of its recipe.
+        placed_on: that worker; the next one to be asked while nobody has heard of any.
+        is_followed: what some worker had kept of it was told.
+        followed_on: that worker, the last one.
     """
 
     def __init__(self, prompt: PromptRequest, first_generation: int, claim: str) -> None:
@@ -32,7 +36,13 @@ class Execution:
         self.recipe: Recipe | None = None
         self.next_generation = first_generation
         self.hashes: tuple[bytes, ...] = ()
+        self.is_placed = False
+        self.is_planned = False
+        self.placed_on = ""
+        self.is_followed = False
+        self.followed_on = ""
         self._streamed: list[int] = []
+        self._events: list[Tokens] = []
         self._hasher: BlockHasher | None = None
         self._prefill_counters = WorkCounters()
 
@@ -82,6 +92,8 @@ class Execution:
     def stream(self, tokens: Tokens) -> None:
         """Book tokens on their way to the client."""
         self._streamed += tokens.token_ids
+        if self.prompt.stream is not None:
+            self._events.append(tokens)
 
     def prefilled(self, counters: WorkCounters) -> None:
         """Book an encoder's work."""
@@ -99,6 +111,7 @@ class Execution:
         *,
         leads: bool = False,
         max_chunk_rows: int | None = None,
+        keeps: bool = False,
     ) -> GenerationRequest:
         """The request from the prompt and what was streamed; it outdates every earlier one.
 
@@ -106,10 +119,15 @@ class Execution:
             sources: where its worker may bring cached state from.
             leads: it holds the claim of what is missing.
             max_chunk_rows: see `GenerationRequest`.
+            keeps: its worker keeps the stream; the others only know that it outlives its gateway.
         """
         generation = self.next_generation
         self.next_generation += 1
         prompt = self.prompt
+        ticket = prompt.stream
+        if ticket is not None:
+            origin, earlier = (ticket.origin, tuple(self._events)) if keeps else (b"", ())
+            ticket = replace(ticket, origin=origin, placed_on=self.placed_on, earlier=earlier)
         return GenerationRequest(
             request_id=prompt.request_id,
             generation=generation,
@@ -127,6 +145,7 @@ class Execution:
             priority=prompt.priority,
             max_chunk_rows=max_chunk_rows,
             expect_next_within_s=prompt.expect_next_within_s,
+            stream=ticket,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -12,13 +13,21 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from ripresa.cluster.routing.prompt import Hold
 from ripresa.cluster.worker_registry import WorkerList
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.errors import RipresaError
+from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.remote_worker import TARGET, direct, failures
 from ripresa.workers.report import SessionMove, WorkerReport
-from ripresa.workers.request import EngineEvent, GenerationRequest, WorkCounters
+from ripresa.workers.request import (
+    EngineEvent,
+    Failed,
+    Finished,
+    GenerationRequest,
+    WorkCounters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,10 @@ MOVE_TIMEOUT_S = 1.0
 """Longest wait for where a session has moved; a turn without it computes more."""
 LOST_FOR_S = 10.0
 """A worker that a call found gone is not listed for this long; its lease lapses sooner."""
+
+
+FIND_TIMEOUT_S = 5.0
+"""Longest wait for a worker to say whether it keeps a stream."""
 
 
 class TargetRouter(RequestRouter):
@@ -51,29 +64,90 @@ class RayWorkerCalls:
         self._encoders = None if encoders is None else direct(encoders)
         self._decoders = direct(decoders)
         self._streams = self._decoders.options(stream=True)
+        self._goodbyes: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, worker_id: str, request: GenerationRequest, local: bool
     ) -> AsyncGenerator[EngineEvent]:
+        reader = uuid.uuid4().hex
+        is_over = request.stream is None
         async with failures(f"decode worker {worker_id}"):
-            events: Any = self._streams.generate.remote(request, local, **{TARGET: worker_id})
+            events: Any = self._streams.generate.remote(
+                request, local, reader, **{TARGET: worker_id}
+            )
             try:
                 async for event in events:
+                    is_over |= isinstance(event, Finished | Failed)
                     yield event
             finally:
                 events.cancel()
+                if not is_over:
+                    self._say_goodbye(self._decoders, worker_id, reader)
+
+    async def find_stream(self, worker_id: str, stream_id: str, choice: int) -> KeptPrompt | None:
+        async with failures(f"decode worker {worker_id}"), asyncio.timeout(FIND_TIMEOUT_S):
+            found: KeptPrompt | None = await self._decoders.find_stream.remote(
+                stream_id, choice, **{TARGET: worker_id}
+            )
+            return found
+
+    async def resume(
+        self, worker_id: str, stream_id: str, choice: int, hold: Hold
+    ) -> AsyncGenerator[tuple[EngineEvent, ...]]:
+        reader = uuid.uuid4().hex
+        is_over = False
+        async with failures(f"decode worker {worker_id}"):
+            batches: Any = self._streams.resume.remote(
+                stream_id, choice, reader, **{TARGET: worker_id}
+            )
+            try:
+                async for batch in batches:
+                    is_over |= any(isinstance(event, Finished | Failed) for event in batch)
+                    yield batch
+            finally:
+                batches.cancel()
+                if hold.ends_work and not is_over:
+                    self._say_goodbye(self._decoders, worker_id, reader)
+
+    def _say_goodbye(self, workers: DeploymentHandle[Any], worker_id: str, caller: str) -> None:
+        """Tell a worker that a caller went on purpose; a dead gateway's calls end just so."""
+        task = asyncio.create_task(self._let_go(workers, worker_id, caller), name="goodbye")
+        self._goodbyes.add(task)
+        task.add_done_callback(self._goodbyes.discard)
+
+    async def _let_go(self, workers: DeploymentHandle[Any], worker_id: str, caller: str) -> None:
+        try:
+            async with failures(f"worker {worker_id}"):
+                await workers.let_go.remote(caller, **{TARGET: worker_id})
+        except RipresaError as error:
+            # Its work has ended with it.
+            logger.warning("a call was not let go: %s", error)
+
+    async def close(self) -> None:
+        """Return once every goodbye has arrived."""
+        await asyncio.gather(*self._goodbyes)
 
     async def prefill(
         self, worker_id: str, request: GenerationRequest, receiver: str
     ) -> WorkCounters:
         assert self._encoders is not None
+        caller = uuid.uuid4().hex
+        is_over = request.stream is None
         async with failures(f"encoder worker {worker_id}"):
-            answer: Any = self._encoders.prefill.remote(request, receiver, **{TARGET: worker_id})
+            answer: Any = self._encoders.prefill.remote(
+                request, receiver, caller, **{TARGET: worker_id}
+            )
             try:
                 counters: WorkCounters = await answer
+                is_over = True
+                return counters
+            except RipresaError:
+                is_over = True
+                raise
             finally:
                 answer.cancel()
-            return counters
+                if not is_over:
+                    self._say_goodbye(self._encoders, worker_id, caller)
 
     async def abort(self, worker_id: str, request_id: str) -> bool:
         async with failures(f"decode worker {worker_id}"):

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.replay import Recipe, TailVariant
-from ripresa.workers.request import CacheUse, Finished, SamplingParams, Tokens
+from ripresa.workers.request import CacheUse, Finished, SamplingParams, StreamTicket, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class PromptRequest:
         max_queue_s: longest wait while every worker is full; 0 for none.
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
+        stream: under what others may go on with the answer; None ends it with its reader.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class PromptRequest:
     priority: int = 0
     max_queue_s: float = 0.0
     expect_next_within_s: float | None = None
+    stream: StreamTicket | None = None
 
 
 class Waste(StrEnum):
@@ -95,7 +98,30 @@ class Planned:
     hit_error_tokens: int | None = None
 
 
-RouterEvent = Placed | Planned | Tokens | Finished
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """What was known of a resumed stream has been told. Sent once, by `Router.resume` alone.
+
+    Attributes:
+        is_lost: nothing was known; the answer is computed anew.
+    """
+
+    is_lost: bool = False
+
+
+RouterEvent = Placed | Planned | CaughtUp | Tokens | Finished
+
+
+@dataclass(slots=True)
+class Hold:
+    """What the end of reading means to a resumed stream.
+
+    Attributes:
+        ends_work: closing is a client's cancel, and ends the work if nobody else reads; otherwise
+            the stream goes on.
+    """
+
+    ends_work: bool = True
 
 
 class Router(Protocol):
@@ -110,6 +136,24 @@ class Router(Protocol):
 
         Raises:
             RipresaError: the request failed; nothing follows. CANCELLED after `abort`.
+        """
+
+    async def find_stream(self, stream_id: str, worker_id: str) -> KeptPrompt | None:
+        """What a stream goes on from; None if no worker keeps it.
+
+        Args:
+            worker_id: where it was placed first.
+
+        Raises:
+            RipresaError: UNAVAILABLE; the worker that kept it is lost.
+        """
+
+    def resume(self, prompt: PromptRequest, hold: Hold) -> AsyncGenerator[RouterEvent]:
+        """The events of a stream that `generate` has begun, in whatever process, from its first one
+        on; `CaughtUp` follows those that were known. What no worker has is computed anew.
+
+        Raises:
+            RipresaError: as `generate`.
         """
 
     async def abort(self, request_id: str) -> bool:

@@ -5,6 +5,8 @@ place ─▶ decode.generate ─▶ Reserved ─▶ encoder.prefill ─▶ Prefi
   │           └──── decode worker lost: again by the same recipe, from what was streamed ────┘
   ├── a followed leader is gone: ask the directory again
   └── every decode worker is full: wait for a turn
+
+A resumed request follows the execution that some worker keeps; if none does, it is executed so too.
 """
 
 from __future__ import annotations
@@ -18,9 +20,18 @@ from typing import Protocol
 
 from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.kept_execution import KeptExecutions, ResumeCalls
 from ripresa.cluster.routing.plan_log import explanation
 from ripresa.cluster.routing.prefix_hints import PrefixHints, new_claim
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
+from ripresa.cluster.routing.prompt import (
+    CaughtUp,
+    Hold,
+    Placed,
+    Planned,
+    PromptRequest,
+    RouterEvent,
+    Waste,
+)
 from ripresa.cluster.routing.route_finder import Placement, RouteFinder, WorkerView
 from ripresa.cluster.routing.turn_leases import LeaseCalls, TurnLeases
 from ripresa.cluster.routing.waiting_line import Wait, WaitingLine
@@ -33,6 +44,7 @@ from ripresa.workers.errors import (
     Unavailable,
     Unreachable,
 )
+from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.request import (
     Bringing,
@@ -56,7 +68,7 @@ MAX_LEADERS_LOST = 8
 """Leaders that one request waits for in vain before it computes by itself."""
 
 
-class WorkerCalls(LeaseCalls, Protocol):
+class WorkerCalls(LeaseCalls, ResumeCalls, Protocol):
     """The way to workers. Every failure is a RipresaError; a lost worker is UNAVAILABLE."""
 
     def generate(
@@ -99,6 +111,7 @@ class ClusterRouter:
         self._view = view
         self._calls = calls
         self._routes = RouteFinder(view, hints, settings, reserve_timeout_s)
+        self._kept = KeptExecutions(view, calls)
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
@@ -164,20 +177,46 @@ class ClusterRouter:
                 f"left over: {self._running} {self._waits} {self._routes.pending}",
             )
 
-    async def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+    async def find_stream(self, stream_id: str, worker_id: str) -> KeptPrompt | None:
+        found = await self._kept.find(stream_id, 0, worker_id)
+        return None if found is None else found.prompt
+
+    def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+        first_generation = self._generations.get(prompt.request_id, 0)
+        return self._wait_and_drive(Execution(prompt, first_generation, new_claim()))
+
+    async def resume(self, prompt: PromptRequest, hold: Hold) -> AsyncGenerator[RouterEvent]:
+        first_generation = self._generations.get(prompt.request_id, 0)
+        execution = Execution(prompt, first_generation, new_claim())
+        async with aclosing(self._kept.follow(execution, hold)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    self.leases.ended(prompt.request_id, execution.followed_on)
+                    yield event
+                    return
+                yield event
+        if not execution.is_followed:
+            yield CaughtUp(is_lost=True)
+        async with aclosing(self._wait_and_drive(execution)) as events:
+            async for event in events:
+                yield event
+
+    async def _wait_and_drive(self, execution: Execution) -> AsyncGenerator[RouterEvent]:
+        prompt = execution.prompt
         with Wait(self._line, prompt.priority, prompt.max_queue_s) as wait:
             self._waits[prompt.request_id] = wait
             try:
-                async with aclosing(self._generate(prompt, wait)) as events:
+                async with aclosing(self._drive(execution, wait)) as events:
                     async for event in events:
                         yield event
             finally:
-                del self._waits[prompt.request_id]
+                # A resumed stream may be driven twice here, until one of the two sees the other.
+                self._waits.pop(prompt.request_id, None)
 
-    async def _generate(self, prompt: PromptRequest, wait: Wait) -> AsyncGenerator[RouterEvent]:
-        execution = Execution(prompt, self._generations.get(prompt.request_id, 0), new_claim())
+    async def _drive(self, execution: Execution, wait: Wait) -> AsyncGenerator[RouterEvent]:
+        """Execute a request from where it stands, again and again until it is finished."""
+        prompt = execution.prompt
         log = self.log.begin(prompt.request_id, len(prompt.token_ids))
-        placed = planned = False
         avoid: set[str] = set()
         gone: str | None = None
         num_failed = num_leaders_lost = 0
@@ -199,10 +238,11 @@ class ClusterRouter:
                         if isinstance(event, Reserved):
                             wait.admitted()
                         match event:
-                            case Reserved() if not placed:
-                                placed, planned = True, execution.recipe is not None
+                            case Reserved() if not execution.is_placed:
+                                execution.is_placed = True
+                                execution.is_planned = execution.recipe is not None
                                 yield Placed(
-                                    route.decoder,
+                                    execution.placed_on,
                                     route.encoder,
                                     execution.recipe,
                                     route.plan.reason,
@@ -218,8 +258,8 @@ class ClusterRouter:
                                 self.leases.ended(prompt.request_id, route.decoder)
                                 yield execution.finish(event)
                                 return
-                        if not planned and execution.recipe is not None:
-                            planned = True
+                        if not execution.is_planned and execution.recipe is not None:
+                            execution.is_planned = True
                             yield Planned(
                                 execution.recipe,
                                 route.outcome or PrefixOutcome(),
@@ -282,10 +322,13 @@ class ClusterRouter:
     ) -> AsyncGenerator[EngineEvent]:
         """One execution's events; a failure of it is raised."""
         is_local = route.encoder is None
+        if not execution.is_placed:
+            execution.placed_on = route.decoder
         request = execution.next_request(
             route.computing.sources if is_local else None,
             leads=route.hints.leads,
             max_chunk_rows=route.plan.max_chunk_rows,
+            keeps=True,
         )
         stream = EventStream()
         is_ours = True

@@ -50,6 +50,13 @@ WITHOUT_ENCODERS = (
     "decoders.num_blocks=320",
     "gateway.replicas=2",
 )
+RESUMABLE = (
+    DETERMINISTIC,
+    "encoders.replicas=0",
+    "decoders.replicas=2",
+    "decoders.num_blocks=320",
+    "gateway.replicas=2",
+)
 
 FOLDER = Path(__file__).parent
 
@@ -63,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-    order = ("split", "without_encoders", "spread", "on_disk", "through_ray")
+    order = ("split", "without_encoders", "resumable", "spread", "on_disk", "through_ray")
 
     def first_use(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -103,6 +110,14 @@ def split(clusters: Clusters) -> ServedCluster:
 def without_encoders(clusters: Clusters) -> ServedCluster:
     """One decode worker that prefills by itself, behind two gateways that share a port."""
     return clusters(WITHOUT_ENCODERS)
+
+
+@pytest.fixture(scope="module")
+def resumable(clusters: Clusters) -> ServedCluster:
+    """Two decode workers behind two gateways that share a port."""
+    cluster = clusters(RESUMABLE)
+    cluster.wait_until_whole()
+    return cluster
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ index is called where an actor would be.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from ripresa.cluster.directory.events import Answer, Lookup, PlanByLoad, Receipt
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
 from ripresa.cluster.directory.publisher import DirectoryPublisher
 from ripresa.cluster.routing.prefix_hints import PrefixHints
-from ripresa.cluster.routing.prompt import Placed, Planned, PromptRequest, RouterEvent, Waste
+from ripresa.cluster.routing.prompt import Hold, Placed, Planned, PromptRequest, RouterEvent, Waste
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.cluster.worker_registry import SessionMoves
@@ -28,12 +29,15 @@ from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.departure import Departure
+from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, Unreachable
+from ripresa.workers.kept_streams import KeptPrompt, KeptStreams
 from ripresa.workers.replay import Recipe, ReplayMode
 from ripresa.workers.report import SessionMove, WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
+    Failed,
     Finished,
     GenerationRequest,
     Tokens,
@@ -142,6 +146,8 @@ class Worker:
     engine: DecodeEngine | EncoderEngine
     publisher: DirectoryPublisher
     departure: Departure
+    streams: KeptStreams | None = None
+    calls: DetachedCalls = field(default_factory=DetachedCalls)
 
 
 @dataclass
@@ -178,12 +184,88 @@ class Answered:
         return last
 
 
+class GatewayCalls:
+    """One gateway's way to the workers; implements `WorkerCalls`.
+
+    Attributes:
+        is_dead: its process was killed: its calls end, and it tells nobody.
+    """
+
+    def __init__(self, cluster: RoutedCluster) -> None:
+        self._cluster = cluster
+        self.is_dead = False
+
+    async def generate(
+        self, worker_id: str, request: GenerationRequest, local: bool
+    ) -> AsyncGenerator[EngineEvent]:
+        reader, streams = uuid.uuid4().hex, self._streams(worker_id)
+        is_over = False
+        try:
+            async with aclosing(streams.generate(request, local=local, reader=reader)) as events:
+                async for event in events:
+                    is_over |= isinstance(event, Finished | Failed)
+                    yield event
+        finally:
+            if not is_over and not self.is_dead:
+                streams.let_go(reader)
+
+    async def prefill(
+        self, worker_id: str, request: GenerationRequest, receiver: str
+    ) -> WorkCounters:
+        worker, caller, is_over = self._cluster.worker(worker_id), uuid.uuid4().hex, False
+        assert isinstance(worker.engine, EncoderEngine)
+        try:
+            work = worker.engine.prefill(request, receiver)
+            counters = await worker.calls.run(caller, work)
+            is_over = True
+            return counters
+        finally:
+            if not is_over and not self.is_dead:
+                worker.calls.let_go(caller)
+
+    async def abort(self, worker_id: str, request_id: str) -> bool:
+        return self._cluster.worker(worker_id).engine.abort(request_id)
+
+    async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
+        engine = self._cluster.worker(worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        return engine.lease(request_id, tools)
+
+    async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
+        engine = self._cluster.worker(worker_id).engine
+        assert isinstance(engine, DecodeEngine)
+        engine.end_session(tenant_salt, session_id)
+
+    async def find_stream(self, worker_id: str, stream_id: str, choice: int) -> KeptPrompt | None:
+        return self._streams(worker_id).find(stream_id, choice)
+
+    async def resume(
+        self, worker_id: str, stream_id: str, choice: int, hold: Hold
+    ) -> AsyncGenerator[tuple[EngineEvent, ...]]:
+        reader, streams = uuid.uuid4().hex, self._streams(worker_id)
+        is_over = False
+        try:
+            async with aclosing(streams.resume(stream_id, choice, reader=reader)) as batches:
+                async for batch in batches:
+                    is_over |= any(isinstance(event, Finished | Failed) for event in batch)
+                    yield batch
+        finally:
+            if hold.ends_work and not is_over and not self.is_dead:
+                streams.let_go(reader)
+
+    def _streams(self, worker_id: str) -> KeptStreams:
+        streams = self._cluster.worker(worker_id).streams
+        assert streams is not None
+        return streams
+
+
 class RoutedCluster:
     """Encoder workers e0.. and decode workers d0.. behind one router.
 
-    It is the router's view of workers and its way to them.
+    It is the routers' view of workers.
 
     Attributes:
+        calls, router: those of the first gateway.
         wasted: what the router says was computed in vain.
         busy: rows that workers say are queued, whatever they really have.
         moves: of sessions, away from workers that left.
@@ -196,6 +278,7 @@ class RoutedCluster:
         config: EngineConfig,
         num_blocks: int,
         settings: PlannerSettings,
+        max_model_len: int,
     ) -> None:
         self.directory = LocalDirectory()
         self.moves = SessionMoves()
@@ -207,12 +290,24 @@ class RoutedCluster:
         addresses = [WorkerAddress(f"e{k}", WorkerKind.ENCODER) for k in range(num_encoders)]
         addresses += [WorkerAddress(f"d{k}", WorkerKind.DECODE) for k in range(num_decoders)]
         for address in addresses:
-            self._add(address, HashMachine(num_blocks, config.max_num_seqs), transport, config)
-        hints = PrefixHints(self.directory, GEOMETRY, self._address, INTERVAL)
+            self._add(
+                address,
+                HashMachine(num_blocks, config.max_num_seqs, max_model_len),
+                transport,
+                config,
+            )
         self.wasted: list[tuple[Waste, int]] = []
-        self.router = ClusterRouter(
-            self, self, hints, settings, on_waste=lambda *what: self.wasted.append(what)
+        self._settings = settings
+        self.calls, self.router = self.gateway()
+
+    def gateway(self) -> tuple[GatewayCalls, ClusterRouter]:
+        """A gateway's own way to the workers, and its router."""
+        hints = PrefixHints(self.directory, GEOMETRY, self._address, INTERVAL)
+        calls = GatewayCalls(self)
+        router = ClusterRouter(
+            self, calls, hints, self._settings, on_waste=lambda *what: self.wasted.append(what)
         )
+        return calls, router
 
     def _add(
         self,
@@ -257,10 +352,13 @@ class RoutedCluster:
         publisher.advise(engine.advise)
         publisher.describe(engine.room)
         departure = engine.departure(address, self._adopt, self._tell, lambda: None)
-        self.workers_by_id[name] = Worker(address, machine, transfers, engine, publisher, departure)
+        streams = KeptStreams(engine) if isinstance(engine, DecodeEngine) else None
+        self.workers_by_id[name] = Worker(
+            address, machine, transfers, engine, publisher, departure, streams
+        )
 
     async def _adopt(self, address: WorkerAddress, request: GenerationRequest) -> bool:
-        engine = self._worker(address.worker_id).engine
+        engine = self.worker(address.worker_id).engine
         assert isinstance(engine, DecodeEngine)
         return await engine.adopt(request)
 
@@ -308,35 +406,6 @@ class RoutedCluster:
         while worker_id not in self.dead:
             await self._died.wait()
 
-    async def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
-    ) -> AsyncGenerator[EngineEvent]:
-        engine = self._worker(worker_id).engine
-        assert isinstance(engine, DecodeEngine)
-        async with aclosing(engine.generate(request, local=local)) as events:
-            async for event in events:
-                yield event
-
-    async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
-    ) -> WorkCounters:
-        engine = self._worker(worker_id).engine
-        assert isinstance(engine, EncoderEngine)
-        return await engine.prefill(request, receiver)
-
-    async def abort(self, worker_id: str, request_id: str) -> bool:
-        return self._worker(worker_id).engine.abort(request_id)
-
-    async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
-        engine = self._worker(worker_id).engine
-        assert isinstance(engine, DecodeEngine)
-        return engine.lease(request_id, tools)
-
-    async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
-        engine = self._worker(worker_id).engine
-        assert isinstance(engine, DecodeEngine)
-        engine.end_session(tenant_salt, session_id)
-
     # -- what tests do -----------------------------------------------------------------------
 
     async def ask(self, prompt: PromptRequest) -> Answered:
@@ -375,6 +444,8 @@ class RoutedCluster:
         worker = self.workers_by_id[name]
         await worker.publisher.stop()
         await worker.engine.stop()
+        if worker.streams is not None:
+            await worker.streams.close()
         await worker.transfers.close()
         for other in self.workers_by_id.values():
             if other is not worker:
@@ -388,6 +459,8 @@ class RoutedCluster:
                 await worker.transfers.drain()
         for worker in living:
             worker.transfers.check_integrity()
+            if worker.streams is not None:
+                worker.streams.check_integrity()
             assert_idle(worker.engine, worker.machine)
         self.router.check_integrity()
 
@@ -403,10 +476,12 @@ class RoutedCluster:
         for worker in living:
             await worker.publisher.stop()
             await worker.engine.stop()
+            if worker.streams is not None:
+                await worker.streams.close()
         for worker in living:
             await worker.transfers.close()
 
-    def _worker(self, name: str) -> Worker:
+    def worker(self, name: str) -> Worker:
         if name in self.dead:
             raise Unreachable(f"worker {name} is gone")
         found = self.workers_by_id.get(name)
@@ -433,6 +508,7 @@ async def routed_cluster(
     config: EngineConfig = CONFIG,
     num_blocks: int = 128,
     settings: PlannerSettings | None = None,
+    max_model_len: int = 512,
 ) -> AsyncIterator[RoutedCluster]:
     """A running cluster that must be idle at the end, and after 60 s at the latest.
 
@@ -442,7 +518,7 @@ async def routed_cluster(
     settings = settings or PlannerSettings(
         max_local_rows=0 if num_encoders else None, round_trip_s=0.0, bandwidth_bytes_per_s=1e15
     )
-    cluster = RoutedCluster(num_encoders, num_decoders, config, num_blocks, settings)
+    cluster = RoutedCluster(num_encoders, num_decoders, config, num_blocks, settings, max_model_len)
     await cluster.start()
     async with asyncio.timeout(60):
         try:

@@ -88,12 +88,17 @@ class Answer:
 
 
 class Stream:
-    """One open Generate call."""
+    """One open Generate call, or one that resumes it.
 
-    def __init__(self, call: Any) -> None:
+    Args:
+        answer: what the resumed call has said.
+    """
+
+    def __init__(self, call: Any, answer: Answer | None = None) -> None:
         self._call = call
         self._opened = time.monotonic()
-        self.answer = Answer()
+        self._num_messages = 0
+        self.answer = answer or Answer()
 
     def read(self, num_tokens: int = 1) -> None:
         """Read on until `started` came and `num_tokens` more tokens did, or the stream's end."""
@@ -101,6 +106,11 @@ class Stream:
         while self.answer.started is None or len(self.answer.token_ids) < enough:
             if not self._next():
                 return
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that were read."""
+        return self._num_messages
 
     def end(self) -> Answer:
         """Read to the end."""
@@ -126,6 +136,9 @@ class Stream:
             answer.seconds = time.monotonic() - self._opened
             return False
         assert answer.completed is None, "something follows `completed`"
+        if isinstance(response, pb.ResumeResponse):
+            response = response.generate
+        self._num_messages = response.sequence + 1
         match response.WhichOneof("event"):
             case "started":
                 assert answer.started is None
@@ -197,6 +210,15 @@ class ServedCluster:
         )
         assert result.exit_code == 0, result.output
         return result.output.splitlines()
+
+    def resume(self, stream: Stream, *, timeout_s: float = 200) -> Stream:
+        """Go on with a stream through a connection of its own."""
+        assert stream.answer.started is not None
+        request = pb.ResumeRequest(
+            stream_id=stream.answer.started.stream_id, next_sequence=stream.num_messages
+        )
+        call = self.stub.Resume(request, timeout=timeout_s, wait_for_ready=True)
+        return Stream(call, stream.answer)
 
     def listed(self) -> dict[str, WorkerReport]:
         """What gateways know of workers now: each worker's last heartbeat."""
@@ -273,15 +295,31 @@ class ServedCluster:
         stats = [worker.stats for worker in self.workers().values()]
         return sum(s.num_encoder_rows for s in stats), sum(s.num_decoder_rows for s in stats)
 
+    def kill_gateway_of(self, stream: Stream) -> None:
+        """End gateways as a crash would, one after the other, until it was the stream's own."""
+        for name in self._replicas(GATEWAY):
+            _kill_replica(name)
+            stream.read(1)
+            if stream.answer.code is grpc.StatusCode.UNAVAILABLE:
+                return
+        raise AssertionError("the stream outlived every gateway")
+
     def kill_replicas(self, deployment: str, at_most: int | None = None) -> None:
         """End processes of a deployment as a crash would; Serve starts new ones."""
+        for name in self._replicas(deployment)[:at_most]:
+            _kill_replica(name)
+
+    def _replicas(self, deployment: str) -> list[str]:
         prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#"
         names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         replicas = [name for name in names if name.startswith(prefix)]
         assert replicas, f"no replica of {deployment} among {names}"
-        for name in replicas[:at_most]:
-            actor = ray.get_actor(name, namespace="serve")
-            _kill_process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+        return replicas
+
+
+def _kill_replica(name: str) -> None:
+    actor = ray.get_actor(name, namespace="serve")
+    _kill_process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
 def kill(worker: WorkerReport) -> None:

@@ -11,7 +11,8 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ripresa.cluster.gateway.service import Call, InferenceService, expiry
+from ripresa.cluster.gateway.call import Call
+from ripresa.cluster.gateway.service import InferenceService, expiry
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import Unavailable

@@ -13,8 +13,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.served_model import ServedModel
-from ripresa.cluster.gateway.service import Call, InferenceService
+from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.protos import ripresa_pb2 as pb

@@ -24,7 +24,7 @@ LENGTH = 6 * WINDOW + 1
 
 async def run(cluster: RoutedCluster, worker: str, request: GenerationRequest) -> Stream:
     """A request that one worker serves from what it holds; the directory then knows."""
-    events = [event async for event in cluster.generate(worker, request, True)]
+    events = [event async for event in cluster.calls.generate(worker, request, True)]
     await cluster.told()
     stream = Stream(tuple(events))
     stream.assert_equals(reference_stream(request, recipe=recipe_of(stream)))

@@ -115,7 +115,7 @@ async def test_streams_end_where_they_are_and_nothing_new_comes() -> None:
             assert other.placed.worker_id == "d1"
             late = Execution(ask(tokens_of(3, 20), "late"), 0, "claim").next_request()
             with pytest.raises(Unavailable, match="leaving"):
-                await anext(cluster.generate("d0", late, True))
+                await anext(cluster.calls.generate("d0", late, True))
             gate.open()
             answered = await running
             assert answered.placed.worker_id == "d0"

@@ -1,0 +1,27 @@
+"""What does a server know of one call beside its message?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ripresa.cluster.gateway.validation import scoped_id
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a server knows of one call beside the message.
+
+    Attributes:
+        request_id: the client's, or one that the server made.
+        deadline: seconds since the epoch; None for none.
+        tenant: whose it is; empty where there are no tenants.
+    """
+
+    request_id: str
+    deadline: float | None = None
+    tenant: str = ""
+
+    @property
+    def scoped_id(self) -> str:
+        """Its id behind the gateway."""
+        return scoped_id(self.tenant, self.request_id)

@@ -1,0 +1,64 @@
+"""Does a stream survive its gateway, and what happens to it when its worker dies too?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from reference_engine import Question, ReferenceEngine
+from served_cluster import ServedCluster, Stream, kill
+
+
+@pytest.fixture
+def question(agent_tokens: tuple[int, ...]) -> Question:
+    """A stream that takes seconds."""
+    return Question(agent_tokens[:300], max_tokens=250, temperature=0.8, top_p=0.9, seed=1234)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(resumable: ServedCluster) -> Iterator[None]:
+    """The cluster is whole before the test, and whole and idle after it."""
+    resumable.wait_until_whole()
+    yield
+    resumable.wait_until_whole()
+    resumable.assert_idle()
+
+
+def test_a_stream_goes_on_from_another_gateway(
+    resumable: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    stream = resumable.open(question)
+    stream.read(5)
+    resumable.kill_gateway_of(stream)
+    assert 5 < len(stream.answer.token_ids) < 250
+    assert resumable.resume(stream).end().tokens == reference.answer(question)
+
+
+def test_a_resumed_stream_outlives_its_worker(
+    resumable: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    question = replace(question, seed=77)
+    stream = resumable.open(question)
+    stream.read(5)
+    resumable.kill_gateway_of(stream)
+    resumed = resumable.resume(stream)
+    resumed.read(5)
+    assert resumed.answer.started is not None
+    kill(resumable.listed()[resumed.answer.started.worker_id])
+    assert resumed.end().tokens == reference.answer(question)
+
+
+def test_a_stream_that_lost_gateway_and_worker_says_so(
+    resumable: ServedCluster, question: Question
+) -> None:
+    stream: Stream = resumable.open(question)
+    stream.read(5)
+    assert stream.answer.started is not None
+    worker = resumable.listed()[stream.answer.started.worker_id]
+    resumable.kill_gateway_of(stream)
+    kill(worker)
+    answer = resumable.resume(stream).end()
+    assert answer.code is grpc.StatusCode.UNAVAILABLE
+    assert "send the request again" in answer.details
