@@ -139,9 +139,12 @@ async def test_a_chat_with_tools(chatting: GatewayThread, demo: Tokenizer) -> No
     chatting.router.script = (*encode_output("It is cold.</think>-3"), EOS)
     async with AsyncClient(chatting.address) as aio:
         end = await aio.chat(history, tools=[WEATHER], effort="low", max_tokens=300).answer()
-        prompt = await aio.tokenize_chat(history, tools=[WEATHER], effort="low", cache_salt="other")
+        prompt = await aio.tokenize_chat(history, tools=[WEATHER], effort="low")
     with Client(chatting.address) as client:
         assert prompt == client.tokenize_chat(history, tools=[WEATHER], effort="low")
+        with pytest.raises(InvalidRequestError) as too_long:
+            client.tokenize_chat(history, cache_salt="x" * 2000)
+    assert too_long.value.field == "cache_salt"
     assert (end.content, end.reason, end.tool_calls) == ("-3", "stop", ())
     first, last = (prompt.token_ids for prompt in chatting.router.seen)
     assert last == tuple(prompt.token_ids)
