@@ -1,7 +1,7 @@
 """How does a worker leave without losing anything? It ends what runs, and gives the rest away.
 
     READY ── drain ──▶ DRAINING ── streams end, or go on elsewhere after the grace ──▶ DRAINED
-      ▲                    │          └ sessions' states and their blocks go to other workers
+      ▲                    │          └ sessions with their blocks, and last copies, go elsewhere
       └────── stay ────────┴──────────────────────────────────────────────────────────────┘
 
 A session moves as if its next turn had come elsewhere: the receiver pulls state and blocks from
@@ -38,11 +38,13 @@ class DrainOrder:
 
     Attributes:
         grace_s: how long its streams may go on here.
-        receivers: who may take its sessions; empty to give nothing away.
+        receivers: who may take its sessions; empty to give none away.
+        gives_blocks: its last copies go to workers that have room for them.
     """
 
     grace_s: float
     receivers: tuple[WorkerAddress, ...] = ()
+    gives_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,13 @@ class Leaving(Protocol):
 
     def fail_all(self, error: RipresaError) -> None:
         """End every request with this error."""
+
+    async def give_blocks(self) -> None:
+        """Let other workers keep the last copies that are here, as far as they have room.
+
+        Raises:
+            RipresaError: nobody says who should.
+        """
 
     def sessions(self) -> Sequence[ParkedSession[Any]]:
         """The sessions whose states are parked, the latest first."""
@@ -209,6 +218,11 @@ class Departure:
             await self._engine.emptied()
         # Those whose turns have ended meanwhile.
         await self._give_away(order.receivers)
+        if order.gives_blocks:
+            try:
+                await self._engine.give_blocks()
+            except RipresaError as error:
+                logger.warning("no blocks were given away: %s", error)
         self._move_to(WorkerState.DRAINED)
 
     def _move_to(self, state: WorkerState) -> None:

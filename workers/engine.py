@@ -413,7 +413,8 @@ class EngineCore:
 
     @property
     def num_bytes_served(self) -> int:
-        return self.exchange.counters.sent_bytes
+        moves = self.exchange.move_counters
+        return self.exchange.counters.sent_bytes + moves.sent_bytes
 
     @property
     def window(self) -> int:
@@ -435,6 +436,14 @@ class EngineCore:
         for job in tuple(self._by_id.values()):
             self.fail(job, error)
         self.exchange.supply.abort_all(error)
+
+    async def give_blocks(self) -> None:
+        if self._giving is None:
+            return
+        everything = self._runner.num_blocks
+        # Rooms fill, and the directory hears of it, as blocks arrive: what was refused asks again.
+        while await self._giving.give(self._prefixes.blocks.at_risk(everything)):
+            continue
 
     def sessions(self) -> list[ParkedSession[torch.Tensor]]:
         return self._prefixes.parked.sessions(self._clock())

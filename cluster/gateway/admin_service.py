@@ -108,7 +108,7 @@ class AdminService:
         if request.migrate_prefixes and worker.kind is WorkerKind.DECODE:
             others = sorted(self._others(worker), key=lambda report: report.stats.num_running)
             receivers = tuple(_address(report) for report in others)
-        order = DrainOrder(grace_s, receivers)
+        order = DrainOrder(grace_s, receivers, request.migrate_prefixes)
         async with aclosing(self._care.drain(_address(worker), order)) as told:
             async for progress in told:
                 yield pb.DrainProgress(

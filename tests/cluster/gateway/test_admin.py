@@ -125,7 +125,7 @@ async def test_drain(stub: Any, workers: Workers, migrate: bool) -> None:
     told = [progress async for progress in stub.DrainWorker(request)]
     # Only those who stay take anything.
     receivers = (WorkerAddress("d1", WorkerKind.DECODE),) if migrate else ()
-    assert workers.asked[1:] == [("d0", DrainOrder(30.0, receivers))]
+    assert workers.asked[1:] == [("d0", DrainOrder(30.0, receivers, migrate))]
     assert [(p.state, p.running_requests, p.sessions_left, p.bytes_migrated) for p in told] == [
         (pb.WORKER_STATE_DRAINING, 2, 1, 10),
         (pb.WORKER_STATE_DRAINED, 0, 0, 20),
@@ -137,7 +137,7 @@ async def test_drain_without_grace_and_of_an_encoder(stub: Any, workers: Workers
         worker_id="e0", migrate_prefixes=True, grace_period=Duration(nanos=0)
     )
     assert [progress async for progress in stub.DrainWorker(request)]
-    assert workers.asked[1:] == [("e0", DrainOrder(0.0, ()))]
+    assert workers.asked[1:] == [("e0", DrainOrder(0.0, (), gives_blocks=True))]
 
 
 async def test_resume(stub: Any, workers: Workers) -> None:

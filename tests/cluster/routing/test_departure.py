@@ -31,7 +31,7 @@ def receivers(cluster: RoutedCluster, leaving: str) -> tuple[WorkerAddress, ...]
 async def drain(
     cluster: RoutedCluster, name: str, *, grace_s: float = 30.0, gives: bool = True
 ) -> list[DrainProgress]:
-    order = DrainOrder(grace_s, receivers(cluster, name) if gives else ())
+    order = DrainOrder(grace_s, receivers(cluster, name) if gives else (), gives)
     departure = cluster.workers_by_id[name].departure
     told = [progress async for progress in departure.drain(order)]
     await cluster.told()
@@ -73,6 +73,23 @@ async def test_a_session_goes_on_elsewhere(gives: bool, dies: bool) -> None:
             assert answered.recipe.start == len(tokens) - new
         elif dies:
             assert answered.recipe.start < len(tokens) - new
+
+
+async def test_last_copies_of_prompts_without_sessions_stay_in_the_cluster() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        cluster.busy = {"d1": 10_000}
+        asked = [tokens_of(700 + number, 41) for number in range(4)]
+        for number, tokens in enumerate(asked):
+            answered = await turn(cluster, ask(tokens, f"first {number}"))
+            assert answered.placed.worker_id == "d0"
+        cluster.busy.clear()
+        told = await drain(cluster, "d0")
+        assert told[-1].num_bytes > 0
+        await cluster.kill("d0")
+        cluster.directory.lost("d0", 1)
+        for number, tokens in enumerate(asked):
+            answered = await turn(cluster, ask(tokens, f"again {number}"))
+            assert answered.recipe.write_floor >= 24
 
 
 async def test_many_sessions_are_spread_and_all_are_found() -> None:
