@@ -9,7 +9,8 @@ linear by nature, and its share is printed.
 
 Whole blocks are cached, so the context's tokens above its last block boundary are computed with the
 new ones: 80 at 2,000 tokens and none at 32,000. The short context is therefore compared twice: with
-the longest one up to `--long` that computes as many rows, and with `--long` itself, a row.
+the longest one up to `--long` that computes as many rows, and with `--long` itself. Its ratio a row
+is printed too; it is higher, since a step and the decoder tail cost the same whatever the rows.
 """
 
 from __future__ import annotations
@@ -183,9 +184,11 @@ async def measure(options: argparse.Namespace) -> int:
     same_rows = statistics.median(far / near for near, far, _ in times)
     raw = statistics.median(far / near for near, _, far in times)
     missed = verdict(f"ratio at {len(contexts[1])}, as many rows", same_rows, TARGET, at_most=True)
-    print(f"ratio at {options.long}: {raw:.3f} with {num_rows[2]} rows and not {num_rows[0]}")
     a_row = raw * num_rows[0] / num_rows[2]
-    return verdict(f"ratio at {options.long}, a row", a_row, TARGET, at_most=True) or missed
+    print(
+        f"{num_rows[2]} rows at {options.long}, {num_rows[0]} at {options.short}: {a_row:.3f} a row"
+    )
+    return verdict(f"ratio at {options.long}", raw, TARGET, at_most=True) or missed
 
 
 def main() -> int:

@@ -127,12 +127,17 @@ def test_a_cancelled_leader_is_succeeded(spread: ServedCluster) -> None:
 
 
 def test_losing_parts_costs_speed_alone(spread: ServedCluster, reference: ReferenceEngine) -> None:
-    """A decode worker, an encoder worker, the directory: each gone once, between two turns."""
+    """A decode worker, an encoder worker, the directory, all that any worker holds: each gone once,
+    between two turns. The turn after it computes more, and as much as it says."""
     tokens = tokens_of("losses", 700)
-    for number in range(7):
+    starts = []
+    for number in range(9):
+        before = eventually(lambda: encoder_rows(spread))
         answer = spread.ask(request_of(tokens, "losses", f"loss-{number}"))
         assert answer.started is not None
         check(reference, tokens, answer)
+        starts.append(recipe(answer).start)
+        assert encoder_rows(spread) - before == len(tokens) - starts[-1] + MAX_TOKENS - 1
         workers = spread.listed()
         match number:
             case 1:
@@ -142,7 +147,14 @@ def test_losing_parts_costs_speed_alone(spread: ServedCluster, reference: Refere
             case 5:
                 actor = ray.get_actor(f"{ACTOR_NAME}-0", namespace=NAMESPACE)
                 ray.kill(actor, no_restart=False)
+            case 7:
+                where = ("--address", spread.cluster.admin_address)
+                flushed = CliRunner().invoke(cli, ["admin", "flush", "--all", *where])
+                assert flushed.exit_code == 0, flushed.output
         tokens += answer.tokens + tokens_of(f"losses {number}", 40)
+    # With nothing left the whole prompt is computed; with all parts there, only what is new.
+    assert starts[0] == starts[8] == 0
+    assert min(starts[1], starts[3], starts[5], starts[7]) >= 700
     spread.wait_until_whole()
     spread.assert_idle()
 
