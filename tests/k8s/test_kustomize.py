@@ -46,8 +46,10 @@ def test_service_mounts_the_generated_map(
     assert name.startswith("ripresa-config-")
     cluster = built["RayService"]["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        (volume,) = group["template"]["spec"]["volumes"]
-        assert volume["configMap"]["name"] == name
+        settings, keys = group["template"]["spec"]["volumes"]
+        assert settings["configMap"]["name"] == name
+        # An operator makes it; its name has no hash.
+        assert keys["secret"]["secretName"] == "ripresa-api-keys"
 
 
 def test_monitoring_carries_the_dashboard(

@@ -201,6 +201,15 @@ def test_clients_reach_http_and_grpc(k8s: Path, service: Document) -> None:
     assert gateway.grpc_host == serve["http_options"]["host"] == "0.0.0.0"
 
 
+def test_the_settings_speak_of_a_key_file_that_is_mounted(k8s: Path, service: Document) -> None:
+    (named,) = re.findall(r"api_keys_file: (\S+)", (k8s / "config.yaml").read_text())
+    (container,) = worker(service)["template"]["spec"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert Path(named).parent == Path(mounts["api-keys"])
+    admin = load_config(k8s / "config.yaml").admin
+    assert (admin.host, admin.port) == ("127.0.0.1", 9001)
+
+
 def test_streams_may_end_before_the_pod_does(k8s: Path, service: Document) -> None:
     gateway = load_config(k8s / "config.yaml").gateway
     assert (
@@ -234,7 +243,8 @@ def test_configuration_is_mounted_where_serve_reads_it(k8s: Path, service: Docum
     cluster = service["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         spec = group["template"]["spec"]
-        (volume,) = spec["volumes"]
+        volume, keys = spec["volumes"]
+        assert keys["secret"]["optional"]
         assert volume["configMap"]["name"] == config_map["name"]
         for container in spec["containers"]:
             assert {"name": volume["name"], "mountPath": str(path.parent), "readOnly": True} in (
