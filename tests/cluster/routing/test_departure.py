@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import aclosing
+from itertools import count
+from typing import Any
 
 import pytest
 from hash_requests import prompt as tokens_of
 from routed_cluster import Answered, RoutedCluster, routed_cluster
 from routed_turns import WINDOWS, ask, check_tokens, turn
 from split_cluster import StepGate
+from suspensions import cancelled_at
 
 from ripresa.cluster.routing.execution import Execution
 from ripresa.workers.address import WorkerAddress, WorkerKind
@@ -227,3 +231,65 @@ async def test_a_receiver_that_cannot_take_it_is_passed_over() -> None:
         answered = await turn(cluster, ask(tokens, "next", session="s"))
         assert answered.placed.worker_id not in (home, dead)
         assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def test_an_adoption_may_be_given_up_anywhere() -> None:
+    """Nothing is left of it, and the session can still move."""
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+        (receiver,) = receivers(cluster, home)
+        departure = cluster.workers_by_id[home].departure
+        request = departure._request(departure._left()[0], 0)
+        for wait in count(1):
+            is_taken = await cancelled_at(wait, lambda: cluster._adopt(receiver, request))
+            await cluster.settle()
+            if is_taken is not None:
+                break
+        assert is_taken
+        assert wait > 2
+        assert (await drain(cluster, home))[-1].num_sessions == 0
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        assert answered.placed.worker_id == receiver.worker_id
+        assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def test_a_drain_may_be_called_off_anywhere() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+        departure = cluster.workers_by_id[home].departure
+        order = DrainOrder(30.0, receivers(cluster, home), gives_blocks=True)
+        for wait in count(1):
+            # As the task of a drain that is called off at its n-th wait.
+            is_over = await cancelled_at(wait, lambda: _finished(departure._run(order)))
+            await departure.stay()
+            answered = await turn(cluster, ask(tokens, f"after {wait}", session="s"))
+            tokens += answered.tokens + tokens_of(400 + wait, 3)
+            assert answered.recipe.kind is PlanKind.RESUME
+            if is_over:
+                break
+        assert wait > 2
+
+
+async def test_moves_that_nobody_heard_of_cost_no_answer() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+
+        async def deaf(moves: object) -> None:
+            raise Unavailable("the controller is gone")
+
+        departure = cluster.workers_by_id[home].departure
+        departure._tell = deaf
+        told = await drain(cluster, home)
+        assert told[-1].num_sessions == 0
+        # The receiver has the state, and the gateway names its old home: it is found all the same.
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        assert answered.placed.worker_id != home
+        assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def _finished(running: Coroutine[Any, Any, None]) -> bool:
+    await running
+    return True
