@@ -40,6 +40,12 @@ def bench() -> None:
     help="Conversations without a recorded start begin within so many hours.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the conversations' starts.")
+@click.option(
+    "--leases",
+    "lease_share",
+    type=click.FloatRange(0, 1),
+    help="Also sticky sessions whose tool calls pin at most this share of a worker; slow.",
+)
 @click.option("--max-lines", type=click.IntRange(min=1), help="Read no more lines of the file.")
 @click.option("--address", help="Send the prompts, scaled down, to the cluster at this gateway.")
 @click.option(
@@ -64,6 +70,7 @@ def bench_trace(
     trace: Path,
     seed: int,
     spread_hours: float,
+    lease_share: float | None,
     max_lines: int | None,
     address: str | None,
     **counts: int,
@@ -107,7 +114,7 @@ def bench_trace(
         f"conversations, starts by seed {seed}"
     )
     if address is None:
-        _replay(workload, geometry, counts["workers"], counts["capacity"])
+        _replay(workload, geometry, counts["workers"], counts["capacity"], lease_share)
     else:
         _replay_live(workload, geometry, address, counts)
 
@@ -125,8 +132,15 @@ def _telling(what: str, num_prompts: int) -> Callable[[int], None]:
     return tell
 
 
-def _replay(workload: Workload, geometry: ReplayGeometry, workers: int, capacity: int) -> None:
+def _replay(
+    workload: Workload,
+    geometry: ReplayGeometry,
+    workers: int,
+    capacity: int,
+    lease_share: float | None,
+) -> None:
     from ripresa.cluster.simulation.policy_bench import compare_policies
+    from ripresa.workers.config import LeaseConfig
 
     click.echo(f"{workers} workers of {capacity:,} tokens each")
     _print_figures(
@@ -135,6 +149,7 @@ def _replay(workload: Workload, geometry: ReplayGeometry, workers: int, capacity
             workers,
             capacity,
             geometry,
+            leases=None if lease_share is None else LeaseConfig(max_share=lease_share),
             telling=lambda name: _telling(name, len(workload)),
         )
     )

@@ -27,6 +27,8 @@ class Prompt:
         num_tokens: length.
         num_output: tokens of the answer.
         blocks: numbers of its full blocks of W tokens, in order; equal numbers are equal prefixes.
+        thread: which of its conversation's lists of requests it belongs to.
+        calls_after_s: see `TraceRequest`.
     """
 
     at_s: float
@@ -34,6 +36,8 @@ class Prompt:
     num_tokens: int
     num_output: int
     blocks: tuple[int, ...]
+    thread: int = 0
+    calls_after_s: float | None = None
 
 
 class BlockTree:
@@ -112,7 +116,15 @@ class Workload:
             if call == len(requests) - 1:
                 del known[number, index]
             request = requests[call]
-            yield Prompt(at_s, number, request.num_tokens, request.num_output, blocks)
+            yield Prompt(
+                at_s,
+                number,
+                request.num_tokens,
+                request.num_output,
+                blocks,
+                index,
+                request.calls_after_s,
+            )
 
 
 class _List:

@@ -55,7 +55,7 @@ class Policy(Protocol):
     def serve(self, prompt: Prompt) -> None: ...
 
 
-class _Ledger:
+class Ledger:
     """What is counted of a policy."""
 
     def __init__(self, name: str, workers: Sequence[str], geometry: ReplayGeometry) -> None:
@@ -79,7 +79,7 @@ _EXACT = BlockIdentity(b"", ())
 _EVERY_WINDOW = frozenset({_EXACT})
 
 
-class LocalCaches(_Ledger):
+class LocalCaches(Ledger):
     """Workers that know nothing of each other.
 
     Args:
@@ -119,7 +119,7 @@ class LocalCaches(_Ledger):
         memory.put(blocks, prompt.at_s)
 
 
-class DirectoryPolicy(_Ledger):
+class DirectoryPolicy(Ledger):
     """The real prefix index, fed by reports, with the cluster's own routing and placement.
 
     A computing worker pulls what it lacks; copies take room like everything else. What a worker

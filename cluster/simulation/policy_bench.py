@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ripresa.cluster.simulation.arrivals import Workload
+from ripresa.cluster.simulation.leasing_caches import LeasingCaches
 from ripresa.cluster.simulation.policies import DirectoryPolicy, LocalCaches, Policy
+from ripresa.workers.config import LeaseConfig
 from ripresa.workers.replay_query import ReplayGeometry
 
 
@@ -33,6 +35,7 @@ class PolicyFigures:
 
 ONE_CACHE = "one cache"
 OURS = "directory"
+LEASING = "sticky, leases"
 
 
 def compare_policies(
@@ -41,6 +44,7 @@ def compare_policies(
     capacity_tokens: int,
     geometry: ReplayGeometry,
     *,
+    leases: LeaseConfig | None = None,
     telling: Callable[[str], Callable[[int], None]] = lambda name: lambda number: None,
 ) -> Iterator[PolicyFigures]:
     """Run every policy over the whole workload, one after the other.
@@ -48,16 +52,21 @@ def compare_policies(
     Args:
         capacity_tokens: of each worker; one cache has that of all together.
         geometry: of the model, as the replay rules see it.
+        leases: of sticky sessions with leases; None leaves that policy out.
         telling: makes of a policy's name what hears how many prompts it has served.
     """
     workers = [f"worker-{number}" for number in range(num_workers)]
     capacity = capacity_tokens // geometry.window
-    makers: tuple[Callable[[], Policy], ...] = (
+    makers: list[Callable[[], Policy]] = [
         lambda: LocalCaches("round robin", workers, capacity, geometry, sticky=False),
         lambda: LocalCaches("sticky sessions", workers, capacity, geometry, sticky=True),
         lambda: LocalCaches(ONE_CACHE, ["all"], capacity * num_workers, geometry, sticky=False),
         lambda: DirectoryPolicy(OURS, workers, capacity, geometry, workload.tree),
-    )
+    ]
+    if leases is not None:
+        makers.append(
+            lambda: LeasingCaches(LEASING, workers, capacity, geometry, workload.tree, leases)
+        )
     for make in makers:
         policy = make()
         num_tokens = 0

@@ -33,6 +33,8 @@ class TraceRequest:
         num_output: tokens of the answer.
         keep: leading blocks of the list's previous prompt that this one begins with.
         new: ids of the blocks after those.
+        calls_after_s: seconds after which its answer had come, if that called tools; None if not,
+            or if it is not recorded.
     """
 
     offset_s: float
@@ -40,6 +42,7 @@ class TraceRequest:
     num_output: int
     keep: int
     new: tuple[Hashable, ...]
+    calls_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +160,10 @@ def _session_calls(
         if requests:
             offset_s = max(offset_s, requests[-1].offset_s)
         num_tokens = _whole(place, call, "in", 1)
-        requests.append(
-            TraceRequest(offset_s, num_tokens, _whole(place, call, "out", 0), keep, tuple(new))
-        )
+        num_output = _whole(place, call, "out", 0)
+        is_call = call.get("stop") == "tool_use"
+        after_s = _seconds(place, call, "api_time") if is_call else None
+        requests.append(TraceRequest(offset_s, num_tokens, num_output, keep, tuple(new), after_s))
     return tuple(requests)
 
 

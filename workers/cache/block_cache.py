@@ -312,14 +312,14 @@ class BlockCache:
             self._yield_pins()
 
     def unpin(self, lease: Lease) -> None:
-        """The session stays open, its blocks may be evicted. Idempotent."""
+        """The session stays open, its blocks may be evicted, by their age. Idempotent."""
         if lease.pinned_until is None:
             return
         lease.pinned_until = None
         self._pinned.discard(lease)
         for books in self._alive(lease):
             self._count_pin(books, -1)
-            self._touch(books)
+            self._place(books)
 
     def redeem(self, lease: Lease) -> None:
         """The session goes on: the lease is over, its blocks count as used now. Idempotent."""

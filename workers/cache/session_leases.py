@@ -295,10 +295,11 @@ class SessionLeases:
             self._parked.give_way(turn.tenant_salt, turn.session_id)
 
     def _oldest(self) -> _Open:
-        """The oldest turn that pins nothing, or else the oldest."""
+        """The oldest turn without a lease, or else that pins nothing, or else the oldest."""
         entries = self._open.values()
+        idle = (entry for entry in entries if entry.lapses_at is None)
         unpinned = (o for o in entries if o.lease is None or o.lease.pinned_until is None)
-        return next(unpinned, None) or next(iter(entries))
+        return next(chain(idle, unpinned, entries))
 
     def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) unless the leases agree with their turns."""

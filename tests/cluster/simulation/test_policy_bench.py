@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from ripresa.cluster.simulation.arrivals import Prompt, Workload
+from ripresa.cluster.simulation.leasing_caches import LeasingCaches
 from ripresa.cluster.simulation.policies import DirectoryPolicy, LocalCaches
 from ripresa.cluster.simulation.policy_bench import PolicyFigures, compare_policies
 from ripresa.cluster.simulation.trace import Conversation, TraceRequest
+from ripresa.workers.cache.session_leases import LeaseOutcome
+from ripresa.workers.config import LeaseConfig
 from ripresa.workers.replay_query import ReplayGeometry
 
 GEOMETRY = ReplayGeometry(8, 2, 2, 1)
@@ -94,3 +97,41 @@ def test_a_prompt_larger_than_a_worker_is_served_and_the_rest_goes_on() -> None:
     workload = Workload(conversations(10), 8, 100.0, 0)
     for figures in compare_policies(workload, 2, 5 * 8, GEOMETRY):
         assert 0 <= figures.hit_ratio < 1
+
+
+def loops_beside_long_questions() -> Iterator[Conversation]:
+    """Tool loops of 16 blocks that pause for 20 s or so, and prompts of 24 that never come back."""
+    rng = random.Random(0)
+    for number in range(4):
+        calls = [
+            TraceRequest(
+                25.0 * k + rng.uniform(0, 3), 16 * 8 + 8 * k, 1, 15 + k if k else 0, ids, 5.0
+            )
+            for k in range(8)
+            for ids in (tuple(range(16)) if k == 0 else (100 + k,),)
+        ]
+        yield Conversation(f"loop {number}", 8, 3.0 * number, (tuple(calls),))
+    for number in range(40):
+        question = TraceRequest(0.0, 24 * 8, 1, 0, tuple(range(24)))
+        yield Conversation(f"question {number}", 8, 5.0 * number, ((question,),))
+
+
+def test_leases_keep_tool_loops_beside_prompts_that_never_come_back() -> None:
+    workload = Workload(loops_beside_long_questions(), 8, 0.0, 0)
+    found = {
+        figures.name: figures.hit_ratio
+        for figures in compare_policies(
+            workload, 1, 130 * 8, GEOMETRY, leases=LeaseConfig(max_share=0.8)
+        )
+    }
+    assert found["sticky, leases"] > 1.5 * found["sticky sessions"]
+    unpinned = LeasingCaches("", ["w"], 130, GEOMETRY, workload.tree, LeaseConfig(max_share=0.0))
+    pinned = LeasingCaches("", ["w"], 130, GEOMETRY, workload.tree, LeaseConfig(max_share=0.8))
+    for policy in (unpinned, pinned):
+        for one in workload:
+            policy.serve(one)
+        outcomes = policy.outcomes
+        assert outcomes[LeaseOutcome.GRANTED] == 32
+        # The last calls are never answered, and the slowest tenth is late.
+        assert 20 <= outcomes[LeaseOutcome.REDEEMED] <= 28
+    assert pinned.num_reused_tokens > unpinned.num_reused_tokens

@@ -38,7 +38,8 @@ def read(path: Path) -> list[Conversation]:
 
 def test_a_session_keeps_its_differences_and_its_sub_agents_apart(tmp_path: Path) -> None:
     agent = {"type": "subagent", "t": 5.0, "requests": [call(0.5, 70, 0, [[90, 1]])]}
-    line = session(call(0.0, 200, 0, [[1, 3]]), agent, call(9.0, 300, 2, [[7, 1], [20, 2]]))
+    asking = call(0.0, 200, 0, [[1, 3]], stop="tool_use", api_time=2.5)
+    line = session(asking, agent, call(9.0, 300, 2, [[7, 1], [20, 2]], stop="end_turn"))
     (conversation,) = read(write(tmp_path / "t.jsonl.gz", line))
     own, nested = conversation.lists
     assert (conversation.granularity, conversation.starts_at_s) == (64, None)
@@ -47,6 +48,7 @@ def test_a_session_keeps_its_differences_and_its_sub_agents_apart(tmp_path: Path
         (300, 2, (7, 20, 21)),
     ]
     assert [(r.offset_s, r.new) for r in nested] == [(5.5, (90,))]
+    assert [r.calls_after_s for r in (*own, *nested)] == [2.5, None, None]
 
 
 def test_requests_with_arrival_times_stand_alone(tmp_path: Path) -> None:

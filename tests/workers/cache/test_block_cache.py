@@ -74,8 +74,8 @@ class Session:
 class CacheHistory(RuleBasedStateMachine):
     """The model keeps plain lists; `order` is every published block, next to be evicted first.
 
-    Blocks that a lease pins stand behind all others, whenever they were used; `adopted` and
-    `Session.began` are numbers of calls.
+    Blocks that a lease pins stand behind all others, whenever they were used, and have their age
+    again when they are given up; `adopted` and `Session.began` are numbers of calls.
     """
 
     requests = Bundle("requests")
@@ -122,8 +122,6 @@ class CacheHistory(RuleBasedStateMachine):
 
     def drop_pins(self, session: Session) -> None:
         session.until = None
-        for name in reversed(session.names):
-            self.touch(name)
 
     def evict(self, num_blocks: int) -> list[BlockIdentity]:
         """The next so many blocks to go, forgotten by the model."""
@@ -333,9 +331,6 @@ class CacheHistory(RuleBasedStateMachine):
         self.cache.pin(session.lease, float(until))
         if session.is_over:
             return
-        if session.until is None:
-            for name in reversed(session.names):
-                self.touch(name)
         session.until = until
         while len(self.pinned()) > MAX_PINNED:
             self.yield_pins()
