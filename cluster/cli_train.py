@@ -1,4 +1,4 @@
-"""How does a user train the demo model? `ripresa train`."""
+"""How does a user train and measure the demo model? `ripresa train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ripresa.cluster.progress import progress
 
 @click.group()
 def train() -> None:
-    """Train small models."""
+    """Train the demo model, and measure it."""
 
 
 @train.command("demo")
@@ -67,3 +67,39 @@ def train_demo(
         asked = Training(Size(size), tokens or 1, seed, processes, products == "bfloat16")
         training = open_training(folder, asked, minutes)
     run_training(folder, training, click.echo)
+
+
+@train.command("measure")
+@click.option("--address", default="http://127.0.0.1:8000", show_default=True, help="HTTP port.")
+@click.option(
+    "--conversations",
+    type=click.IntRange(1, 500),
+    default=500,
+    show_default=True,
+    help="Of the 500 of the evaluation set, evenly spread.",
+)
+@click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True)
+def train_measure(address: str, conversations: int, concurrency: int) -> None:
+    """Ask a served model every question of the evaluation set; a table of exact matches.
+
+    Every message of the assistant is asked for behind the reference's conversation, at
+    temperature 0. `valid` is the share of messages with a call where one is due and none elsewhere.
+
+    \b
+    Example:
+      ripresa serve --set model.path=/tmp/demo/checkpoint
+      ripresa train measure --conversations 50
+    """
+    with progress("measuring"):
+        from ripresa.cluster.training.live import measure_live, questions
+        from ripresa.cluster.training.rendering import Renderer
+        from ripresa.cluster.training.scores import table
+        from ripresa.workers.demo.build_tokenizer import TOKENIZER
+        from ripresa.workers.demo.ledger.evaluation import load_evaluation
+
+        every = load_evaluation()
+        chosen = [every[place * len(every) // conversations] for place in range(conversations)]
+        asked = list(questions(Renderer(TOKENIZER), chosen))
+        scores = list(measure_live(address, asked, concurrency))
+    for line in table(scores, "valid"):
+        click.echo(line)

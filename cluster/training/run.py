@@ -16,9 +16,10 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch.multiprocessing.spawn import spawn
 
-from ripresa.cluster.training.measure import measure, table
+from ripresa.cluster.training.measure import measure
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.cluster.training.samples import LedgerBatches
+from ripresa.cluster.training.scores import table
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
 from ripresa.workers.demo.training.export import export
@@ -206,6 +207,6 @@ class _Teller:
         if progress.num_tokens - self._measured >= MEASURED_EVERY_TOKENS:
             self._measured = progress.num_tokens
             scores = list(measure(self._trainer.model, self._renderer, self._held_out))
-            for line in table(scores):
+            for line in table(scores, "tokens"):
                 self._echo(line)
                 self._log.write(json.dumps({"tokens": progress.num_tokens, "table": line}) + "\n")

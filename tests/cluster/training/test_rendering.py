@@ -37,9 +37,12 @@ def evaluation() -> list[Conversation]:
     return load_evaluation()
 
 
-def test_the_committed_evaluation_set_is_what_is_drawn(renderer: Renderer) -> None:
-    drawn = to_lines(draw_evaluation(renderer.num_tokens))
-    assert drawn == lzma.decompress(FILE.read_bytes()).decode()
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_committed_evaluation_set_is_what_is_drawn(renderer: Renderer, every: int) -> None:
+    indices = range(0, NUM_CONVERSATIONS, every)
+    drawn = to_lines(draw_evaluation(renderer.num_tokens, indices))
+    committed = lzma.decompress(FILE.read_bytes()).decode().splitlines(keepends=True)
+    assert drawn == "".join(committed[::every])
 
 
 def test_every_task_and_placement_is_measured(evaluation: list[Conversation]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from ripresa.cluster.training.measure import Score, measure, table
+from ripresa.cluster.training.measure import measure
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.cluster.training.samples import LedgerBatches
+from ripresa.cluster.training.scores import Score, table
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.conversation import Task
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
@@ -78,7 +79,7 @@ def test_a_message_is_exact_if_every_token_is_right() -> None:
     assert len(spans) == len(conversation.expected)
     scores = list(measure(Oracle(config, set()), renderer, [conversation]))  # type: ignore[arg-type]
     assert [s.task for s in scores] == [e.task for e in conversation.expected]
-    assert all(s.is_exact and s.token_share == 1.0 for s in scores)
+    assert all(s.is_exact and s.share == 1.0 for s in scores)
     wrong = {spans[1].start, spans[2].stop - 1, spans[0].stop}
     scores = list(measure(Oracle(config, wrong), renderer, [conversation]))  # type: ignore[arg-type]
     assert [s.is_exact for s in scores[:3]] == [True, False, False]
@@ -110,7 +111,7 @@ def test_the_table_counts_every_task_and_distance() -> None:
         Score(Task.FAR, "1024-2048", False, 0.5),
         Score(Task.CALL, None, True, 1.0),
     ]
-    assert [line.split() for line in table(scores)][1:] == [
+    assert [line.split() for line in table(scores, "tokens")][1:] == [
         ["T1", "call", "all", "1", "1.000", "1.000"],
         ["T3", "read", "far", "all", "2", "0.500", "0.750"],
         ["T3", "read", "far", "128-256", "1", "1.000", "1.000"],

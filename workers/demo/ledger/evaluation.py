@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,15 +24,18 @@ _CHARACTERS = (600, 1200, 2000, 3200)
 _SHARE_WITH_TOOLS = 0.2
 
 
-def draw_evaluation(num_tokens: Callable[[Sequence[Message]], int]) -> Iterator[Conversation]:
-    """The evaluation set.
+def draw_evaluation(
+    num_tokens: Callable[[Sequence[Message]], int], indices: Iterable[int]
+) -> Iterator[Conversation]:
+    """Conversations of the evaluation set.
 
     Args:
         num_tokens: as `draw_straddle` takes it.
+        indices: which ones, below `NUM_CONVERSATIONS`.
     """
     filler = paragraphs(Split.EVALUATION)
     placements = [place for place in Placement for _ in range(_NUM_STRADDLES)]
-    for index in range(NUM_CONVERSATIONS):
+    for index in indices:
         draws = Draws(Split.EVALUATION, index)
         if index < len(placements):
             yield draw_straddle(draws, filler, placements[index], num_tokens)
@@ -41,7 +44,7 @@ def draw_evaluation(num_tokens: Callable[[Sequence[Message]], int]) -> Iterator[
             yield draw_conversation(draws, FULL, filler, size, _SHARE_WITH_TOOLS)
 
 
-def to_lines(conversations: Iterator[Conversation]) -> str:
+def to_lines(conversations: Iterable[Conversation]) -> str:
     """JSON, a conversation a line."""
     lines = (json.dumps(asdict(c), ensure_ascii=False) for c in conversations)
     return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,92 @@
+"""What can a served model do? The evaluation set, message by message, through a gateway's HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ripresa.cluster.training.rendering import Renderer
+from ripresa.cluster.training.scores import Score
+from ripresa.workers.demo.ledger.checker import Verdict, compare, distance_bucket
+from ripresa.workers.demo.ledger.conversation import Conversation, Message, Task
+from ripresa.workers.demo.ledger.tool_server import TOOLS
+from ripresa.workers.errors import InvalidArgument, Unavailable
+
+MAX_TOKENS = 160
+"""No reference's message is longer."""
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One message that the model is asked for."""
+
+    messages: tuple[Message, ...]
+    reference: Message
+    declares_tools: bool
+    task: Task
+    bucket: str | None
+
+
+def questions(renderer: Renderer, conversations: Sequence[Conversation]) -> Iterator[Question]:
+    """Every message of the assistant, with the reference's conversation before it."""
+    for conversation in conversations:
+        spans = renderer.answers(conversation).spans
+        for expected, span in zip(conversation.expected, spans, strict=True):
+            yield Question(
+                conversation.messages[: expected.message],
+                conversation.messages[expected.message],
+                conversation.declares_tools,
+                expected.task,
+                None if span.distance is None else distance_bucket(span.distance),
+            )
+
+
+def measure_live(address: str, asked: Sequence[Question], concurrency: int) -> Iterator[Score]:
+    """Ask a gateway at temperature 0. A score's share is 1 for a call that a tool server can read.
+
+    Args:
+        address: of its HTTP port, as `http://127.0.0.1:8000`.
+
+    Raises:
+        Unavailable: nobody answers there.
+        InvalidArgument: the gateway refuses a request.
+    """
+    model = _request(f"{address}/v1/models")["data"][0]["id"]
+
+    def ask(question: Question) -> Score:
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": question.messages,
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+            "thinking": {"type": "disabled"},
+        }
+        if question.declares_tools:
+            body["tools"] = TOOLS
+        answer = _request(f"{address}/v1/chat/completions", body)["choices"][0]["message"]
+        verdict = compare(question.reference, answer)
+        is_valid = verdict.is_valid_call or not question.reference.get("tool_calls")
+        is_valid = is_valid and verdict is not Verdict.UNWANTED_CALL
+        return Score(question.task, question.bucket, verdict is Verdict.RIGHT, float(is_valid))
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        yield from pool.map(ask, asked)
+
+
+def _request(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        raise InvalidArgument("--address", f"{url} answered {error.code}: {text[:500]}") from error
+    except OSError as error:
+        raise Unavailable(f"nobody answers at {url}: {error}; start `ripresa serve`") from error

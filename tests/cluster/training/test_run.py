@@ -1,0 +1,55 @@
+"""Does `ripresa train demo` begin, go on, refuse another training, and end in a checkpoint?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ripresa.cluster.cli import cli
+from ripresa.cluster.training.run import CHECKPOINT, LOG, STATE, Training, open_training
+from ripresa.workers.checkpoint_report import report_checkpoint
+from ripresa.workers.demo.training.sizes import Size
+from ripresa.workers.errors import ConfigError
+
+ASKED = Training(Size.TINY, 4096, seed=0, num_processes=1, is_narrow=False)
+
+
+def test_a_begun_training_goes_on_with_its_own_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "training"
+    assert open_training(folder, ASKED, None) == ASKED
+    longer = replace(ASKED, num_tokens=10**6)
+    assert open_training(folder, longer, None) == ASKED
+    assert open_training(folder, longer, minutes=75.0) == ASKED
+
+
+@pytest.mark.parametrize(
+    "changes", [{"size": Size.DEMO}, {"seed": 1}, {"num_processes": 2}, {"is_narrow": True}]
+)
+def test_other_options_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    open_training(tmp_path, ASKED, None)
+    with pytest.raises(ConfigError, match="go on with the same options"):
+        open_training(tmp_path, replace(ASKED, **changes), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [[], ["--tokens", "1", "--minutes", "1"]])
+def test_a_length_is_needed(options: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["train", "demo", "--folder", str(tmp_path), *options])
+    assert result.exit_code == 2
+    assert "give one of --minutes and --tokens" in result.output
+
+
+@pytest.mark.slow
+def test_the_command_leaves_a_checkpoint(tmp_path: Path) -> None:
+    command = ["train", "demo", "--size", "tiny", "--tokens", "4096", "--folder", str(tmp_path)]
+    for _ in range(2):  # the second time it is finished already
+        result = CliRunner().invoke(cli, command, catch_exceptions=False)
+        assert result.exit_code == 0
+        assert f"wrote {tmp_path / CHECKPOINT}" in result.output
+    assert (tmp_path / STATE).exists()
+    (line,) = (tmp_path / LOG).read_text().splitlines()
+    assert json.loads(line)["tokens"] == 4096
+    assert list(report_checkpoint(tmp_path / CHECKPOINT))  # raises if it is none
