@@ -181,8 +181,7 @@ class PrefixServing:
             await self._send_windows(pull, transfer, index)
             await transfer.complete()
             if pull.image is not None and state is not None:
-                image, now = pull.image, self._prefixes.clock()
-                self._prefixes.leases.moved(image.tenant_salt, image.session_id, now)
+                self._prefixes.leases.moved(pull.image.tenant_salt, pull.image.session_id)
         except BaseException as error:
             await transfer.fail(str(error) or type(error).__name__)
             raise

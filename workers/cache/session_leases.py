@@ -194,14 +194,19 @@ class SessionLeases:
         if entry is None:
             entry = self._of_prefix(prompt)
         if entry is not None:
-            self._go_on(entry, now)
+            gap_s = max(0.0, now - entry.ended_at)
+            self._gaps.observe(entry.turn.tenant_salt, entry.tools, gap_s)
+            self._go_on(entry)
 
-    def moved(self, tenant_salt: bytes, session_id: str, now: float) -> None:
-        """The session goes on at another worker, which has taken its state along."""
+    def moved(self, tenant_salt: bytes, session_id: str) -> None:
+        """The session goes on at another worker, which has taken its state along.
+
+        That tells nothing of its tools: this worker may be leaving, and they still run.
+        """
         self._parked.give_way(tenant_salt, session_id)
         entry = self._of_session(tenant_salt, session_id)
         if entry is not None:
-            self._go_on(entry, now)
+            self._go_on(entry)
 
     def end_session(self, tenant_salt: bytes, session_id: str) -> None:
         """The session is closed: what is kept of it goes first. Idempotent."""
@@ -250,9 +255,8 @@ class SessionLeases:
         if turn.session_id is not None:
             self._parked.lease(turn.tenant_salt, turn.session_id, lapses_at)
 
-    def _go_on(self, entry: _Open, now: float) -> None:
+    def _go_on(self, entry: _Open) -> None:
         turn = entry.turn
-        self._gaps.observe(turn.tenant_salt, entry.tools, max(0.0, now - entry.ended_at))
         self._forget(entry)
         if turn.session_id is not None:
             self._parked.end_lease(turn.tenant_salt, turn.session_id)

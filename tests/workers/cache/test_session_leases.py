@@ -205,10 +205,10 @@ def test_a_session_that_moved_away_pins_nothing() -> None:
     worker = Worker()
     worker.turn("a", text(1, 9), "s")
     worker.leases.grant("a", ["tool"], 0.0)
-    worker.leases.moved(b"", "s", 3.0)
+    worker.leases.moved(b"", "s")
     assert worker.blocks.num_pinned == 0
     assert worker.outcome(LeaseOutcome.REDEEMED) == 1
-    worker.leases.moved(b"", "s", 3.0)
+    worker.leases.moved(b"", "s")
     worker.check()
 
 
@@ -293,7 +293,7 @@ class LeaseHistory(RuleBasedStateMachine):
 
     @rule(session=st.sampled_from("st"))
     def move(self, session: str) -> None:
-        self.worker.leases.moved(b"", session, self.worker.now)
+        self.worker.leases.moved(b"", session)
 
     @rule(path=st.integers(0, 30))
     def withdraw(self, path: int) -> None:
