@@ -10,6 +10,9 @@ import pytest
 from reference_engine import Question, ReferenceEngine
 from served_cluster import ServedCluster, Stream, kill
 
+from ripresa.cluster.app import GATEWAY
+from ripresa.cluster.client import Client
+
 
 @pytest.fixture
 def question(agent_tokens: tuple[int, ...]) -> Question:
@@ -34,6 +37,30 @@ def test_a_stream_goes_on_from_another_gateway(
     resumable.kill_gateway_of(stream)
     assert 5 < len(stream.answer.token_ids) < 250
     assert resumable.resume(stream).end().tokens == reference.answer(question)
+
+
+def test_the_client_goes_on_by_itself_when_every_gateway_dies(
+    resumable: ServedCluster, question: Question, reference: ReferenceEngine
+) -> None:
+    with Client(resumable.address, timeout_s=200) as client:
+        stream = client.generate(
+            question.token_ids,
+            return_token_ids=True,
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            top_p=question.top_p,
+            seed=question.seed,
+            ignore_eos=True,
+            options={"disable_cache_read": True},
+        )
+        for _ in range(5):
+            next(stream)
+        resumable.kill_replicas(GATEWAY)
+        answer = stream.answer()
+    assert answer.token_ids == reference.answer(question)
+    # Who saw the beginning is dead: the end was told by a gateway that was asked to resume.
+    assert answer.completed is not None
+    assert answer.completed.timings.time_to_first_token_s is None
 
 
 def test_a_resumed_stream_outlives_its_worker(
