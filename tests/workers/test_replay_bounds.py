@@ -219,6 +219,21 @@ def test_the_costs_of_exact_hits_at_a_million_tokens() -> None:
         assert plan_prefill(replace(query, windows=held)).recipe.kind is kind
 
 
+def test_behind_an_anchor_layers_leave_out_what_no_later_layer_reads() -> None:
+    """However far behind: the triangle of the row below L1, whose window is whole then."""
+    restarts = canonical_restarts(63 * 128, 4096)
+    chain = chain_of(63, restarts)
+    query = PrefillQuery(
+        RELEASED, 63 * 128 + 134, chain, mode=ReplayMode.CANONICAL, anchor_interval=4096
+    )
+    plan = plan_prefill(query)
+    assert plan.recipe.kind is PlanKind.ANCHOR
+    assert plan.write_floor - plan.start == 31 * 128 + 128
+    assert plan.num_recomputed_row_layers == 24_130 + 20
+    full = plan_prefill(replace(query, tail=TailVariant.FULL))
+    assert full.num_recomputed_row_layers == 20 * 32 * 128
+
+
 @given(queries(), st.integers(0, 400))
 def test_more_cached_blocks_or_tokens_never_move_the_start_back(
     query: PrefillQuery, more: int
