@@ -42,6 +42,9 @@ from ripresa.workers.transfer.base import (
 
 logger = logging.getLogger(__name__)
 
+MAX_ASKED = 64
+"""Blocks of one question to the directory."""
+
 Stored = Callable[[Sequence[BlockIdentity]], Awaitable[Sequence[bool]]]
 """Which of these blocks can be had again without another worker."""
 
@@ -116,7 +119,8 @@ class BlockGiving:
             before = self.num_bytes
             num_moved = 0
             try:
-                num_moved = await self.give(self._blocks.at_risk(self._num_ahead))
+                at_risk = self._blocks.at_risk(self._num_ahead)
+                num_moved = await self.give(at_risk[:MAX_ASKED])
             except RipresaError as error:
                 logger.info("no block was moved: %s", error)
             except Exception:

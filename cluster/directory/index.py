@@ -288,7 +288,8 @@ class PrefixIndex:
     ) -> list[WorkerAddress | None]:
         """Who should keep each of these blocks, which `worker` is about to evict.
 
-        None where nobody's next block to go is older, or another worker holds the block anyway.
+        One worker for all of them, chosen by the youngest: what is older than its own next block
+        to go it refuses. None where nobody's is older, or another worker holds the block anyway.
         """
         self._expire(now)
         trusted = self._streams.trusted(now)
@@ -298,15 +299,18 @@ class PrefixIndex:
             if session.room is not None and session.bit & trusted and session.worker != worker
         }
         own = next((s.bit for s in self._streams if s.worker == worker), 0)
+        ages = {name: age for name, (_, age) in others.items()}
+        ages[worker] = min((block.age_s for block in blocks), default=0.0)
+        keeper = keeping_worker(worker, ages)
+        if keeper == worker:
+            return [None] * len(blocks)
+        address = WorkerAddress(keeper, others[keeper][0])
         found: list[WorkerAddress | None] = []
         for block in blocks:
-            ages = {name: age for name, (_, age) in others.items()}
-            keeper = keeping_worker(worker, {**ages, worker: block.age_s})
             node = self._memory.find(block.identity.hash)
             holders = 0 if node is None else _mask(node.holdings, block.identity.restarts)
             is_last = not holders & trusted & ~own
-            is_moved = is_last and keeper != worker
-            found.append(WorkerAddress(keeper, others[keeper][0]) if is_moved else None)
+            found.append(address if is_last else None)
         return found
 
     def top(self, count: int, tenant: str | None, now: float) -> list[HotPrefix]:

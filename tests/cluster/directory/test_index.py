@@ -456,8 +456,10 @@ def test_a_last_copy_goes_where_the_oldest_block_is_oldest(index: PrefixIndex) -
         for identity, age in zip(identities(HASHES), (10.0, 5e3, 1.0, 1.0), strict=False)
     ]
     c = WorkerAddress("c", WorkerKind.DECODE)
-    # The second is older than anybody's, the third has another holder.
-    assert index.find_keepers("a", asked, 0.0) == [c, None, None, c]
+    # The third has another holder; which of the others are young enough says the keeper.
+    assert index.find_keepers("a", asked, 0.0) == [c, c, None, c]
+    assert index.find_keepers("a", asked[1:2], 0.0) == [None]
+    assert index.find_keepers("a", [], 0.0) == []
     # Who says nothing of its room gets nothing; c's block has become older meanwhile.
     workers["c"].send()
     b = WorkerAddress("b", WorkerKind.DECODE)
