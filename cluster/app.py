@@ -251,7 +251,10 @@ def serve_forever(config: ClusterConfig) -> None:
     with ExitStack() as stack:
         with progress("starting the cluster"):
             cluster = stack.enter_context(local_cluster(config))
-        click.echo(f"gRPC on {cluster.grpc_address}, HTTP on http://{cluster.http_address}")
+        click.echo(
+            f"gRPC on {cluster.grpc_address}, HTTP on http://{cluster.http_address}, "
+            f"Admin on {cluster.admin_address}"
+        )
         click.echo(f'Try: ripresa generate --address {cluster.grpc_address} --prompt "Hello"')
         click.echo("Ctrl-C drains and stops.")
         stop.wait()
