@@ -454,7 +454,9 @@ class OutputConstraint(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
+    """as JSON text"""
     regex: _builtins.str
+    """of the whole answer"""
     json_object: _builtins.bool
     def __init__(
         self,
@@ -675,17 +677,21 @@ class ToolChoice(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    DISABLE_PARALLEL_FIELD_NUMBER: _builtins.int
     mode: Global___ToolChoiceMode.ValueType
     name: _builtins.str
+    disable_parallel: _builtins.bool
+    """at most one call in an answer"""
     def __init__(
         self,
         *,
         mode: Global___ToolChoiceMode.ValueType = ...,
         name: _builtins.str = ...,
+        disable_parallel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disable_parallel", b"disable_parallel", "mode", b"mode", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,18 +58,19 @@ class _Stream:
             if self.inbound is not None:
                 self.inbound.release_rows()
             self.events.put_nowait(PrefillDone(progress.sequence.recipe))
+        sequence = progress.sequence
+        num_bytes = 0 if self.inbound is None else self.inbound.num_bytes
+        counters = replace(sequence.counters, transfer_bytes=num_bytes)
         if progress.token is not None and progress.token_position is not None:
             logprobs = () if progress.logprobs is None else (progress.logprobs,)
-            tokens = Tokens(progress.token_position, (progress.token,), logprobs)
+            tokens = Tokens(progress.token_position, (progress.token,), logprobs, counters)
             self.events.put_nowait(tokens)
         if progress.finish is not None:
-            sequence = progress.sequence
-            num_bytes = 0 if self.inbound is None else self.inbound.num_bytes
             finished = Finished(
                 reason=progress.finish,
                 stop_token_id=progress.stop_token_id,
                 num_generated_tokens=sequence.num_generated_tokens,
-                counters=replace(sequence.counters, transfer_bytes=num_bytes),
+                counters=counters,
             )
             self.events.put_nowait(finished)
 
@@ -128,7 +129,8 @@ class DecodeEngine:
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
-        Bringing comes first if peers or a disk are asked for blocks; RecipeFixed comes before
+        Bringing comes first if peers or a disk are asked for blocks, or a constraint is to be
+        compiled; RecipeFixed comes before
         PrefillDone if Reserved has no recipe.
 
         Closing the iterator, or cancelling the task that reads it, ends the work within a step.
@@ -141,7 +143,7 @@ class DecodeEngine:
             RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
         """
         stream = _Stream()
-        if self._core.exchange.supply.asks(request):
+        if request.sampling.constraint is not None or self._core.exchange.supply.asks(request):
             yield Bringing(self._worker_id)
         job = await self._core.admit(request, stream, is_inbound=not local)
         self._streams[job] = stream

@@ -40,6 +40,7 @@ from ripresa.workers.cache.cache_events import (
 )
 from ripresa.workers.cache.parked_states import ParkedSession
 from ripresa.workers.config import EngineConfig
+from ripresa.workers.constrained_steps import ConstrainedSteps, FoundLater
 from ripresa.workers.disk_tier import BLOCKS_A_COPY, DiskTier, open_disk_tier
 from ripresa.workers.errors import (
     ConfigError,
@@ -165,6 +166,7 @@ class EngineCore:
         )
         self._giving = self.exchange.giving
         self._role = role
+        self._constraints = ConstrainedSteps(runner)
         self._tails = TailBudget(
             config.transfer.max_tail_bytes, runner.rows_bytes(1), runner.geometry
         )
@@ -204,13 +206,14 @@ class EngineCore:
         if self._keeping:
             await asyncio.wait(self._keeping)
         await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._constraints.close)
         if self._disk is not None:
             await self._disk.close()
 
     async def admit(
         self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
     ) -> Job:
-        """Bring and adopt what is cached, reserve the other pages.
+        """Compile its constraint, bring and adopt what is cached, reserve the other pages.
 
         Nothing is computed before `begin`.
 
@@ -221,6 +224,8 @@ class EngineCore:
                 goes on.
         """
         await self._make_way(request)
+        constraint = request.sampling.constraint if self._role is WorkerRole.DECODE else None
+        matcher = await self._constraints.open(constraint)
         prefix = self._prefixes.open(request)
         num_blocks = self._scheduler.num_needed_blocks(request)
         async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
@@ -238,7 +243,7 @@ class EngineCore:
             except BaseException:
                 self._tails.give_back(tail_bytes)
                 raise
-        job = Job(sequence, prefix, listener, hold.outcome, tail_bytes)
+        job = Job(sequence, prefix, listener, hold.outcome, tail_bytes, matcher)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
         if request.claim is not None and not is_inbound and prefix.hashes:
@@ -712,9 +717,14 @@ class EngineCore:
                 for step in plan.sequences
                 if step.inbound
             }
+            masks = self._begin_masks(plan)
             began = loop.time()
-            output = await loop.run_in_executor(self._thread, self._runner.execute, plan, inbound)
+            output = await loop.run_in_executor(
+                self._thread, self._runner.execute, plan, inbound, masks
+            )
             seconds = loop.time() - began
+            for slot, error in () if masks is None else masks.errors.items():
+                self.fail(self._by_slot[slot], error)
             progress = self._scheduler.complete(output.sampled)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
@@ -733,6 +743,15 @@ class EngineCore:
         self._num_decoder_rows += output.num_decoder_rows
         for entry in progress:
             self._tell(entry, output)
+
+    def _begin_masks(self, plan: StepPlan) -> FoundLater | None:
+        """Begin to find what constraints allow the tokens that the step chooses."""
+        rows = []
+        for step in plan.sequences:
+            job = self._by_slot[step.slot]
+            if step.sampling is not None and job.matcher is not None:
+                rows.append((step.slot, job.matcher, job.sequence))
+        return self._constraints.begin(rows) if rows else None
 
     def _tell(self, progress: Progress, output: StepOutput) -> None:
         slot = progress.step.slot

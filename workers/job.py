@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ripresa.workers.errors import RipresaError
+from ripresa.workers.grammar import Matcher
 from ripresa.workers.models.base import EncoderOutput
 from ripresa.workers.prefix_cache import RequestPrefix
 from ripresa.workers.prefix_sources import PrefixOutcome
@@ -50,6 +51,7 @@ class Job:
         outcome: what was brought for it before it was admitted.
         released: set once its pages are free.
         error: why it failed, if it did.
+        matcher: follows the answer through its constraint; None without one.
         tail_bytes: set aside for its encoder output.
         is_prefilled: its prompt's state is complete on the worker that decodes.
         patience_until: engine clock in seconds until which a WAITING request may wait; None for
@@ -61,6 +63,7 @@ class Job:
         "error",
         "is_prefilled",
         "listener",
+        "matcher",
         "outcome",
         "patience_until",
         "prefix",
@@ -76,6 +79,7 @@ class Job:
         listener: Listener,
         outcome: PrefixOutcome,
         tail_bytes: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         self.sequence = sequence
         self.prefix = prefix
@@ -86,6 +90,7 @@ class Job:
         self.outcome = outcome
         self.tail_bytes = tail_bytes
         self.is_prefilled = False
+        self.matcher = matcher
         self._moved = asyncio.Event()
 
     def notify(self) -> None:

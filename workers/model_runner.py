@@ -13,8 +13,8 @@ import xxhash
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import EngramPlacement, Numerics
-from ripresa.workers.errors import ConfigError, InvalidArgument
-from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument
+from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint, Progress
 from ripresa.workers.models.checkpoint_tokenizer import (
     TOKENIZER_FILE,
@@ -28,6 +28,7 @@ from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids as com
 from ripresa.workers.models.deepseek_v41.model import DeepseekV41, Observer
 from ripresa.workers.models.deepseek_v41.rows import Rows, Run
 from ripresa.workers.models.deepseek_v41.weights import Half, Weights, load_weights
+from ripresa.workers.models.vocabulary import Vocabulary, read_vocabulary
 from ripresa.workers.replay_plan import triangle
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.sampler import logprobs_of, sample_batch
@@ -54,6 +55,7 @@ class TorchModelRunner:
         compressed_ids: [vocab_size] int64 for n-gram hashing; needed by a model with Engram.
         poison: fill unwritten KV memory with NaN (tests).
         observer: sees intermediate tensors (verification).
+        folder: the checkpoint's, for its vocabulary; None for a model without one.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class TorchModelRunner:
         compressed_ids: Ids | None = None,
         poison: bool = False,
         observer: Observer | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.config = config
+        self._folder = folder
         self.weights = weights
         if round_inputs:
             check_w8a8(config)
@@ -133,9 +137,19 @@ class TorchModelRunner:
     def max_model_len(self) -> int:
         return self.config.max_position_embeddings
 
+    def vocabulary(self) -> Vocabulary:
+        if self._folder is None or self.config.eos_token_id is None:
+            raise CheckpointError(
+                "the model has no tokenizer.json or no end of sentence, so no constraint can hold"
+            )
+        return read_vocabulary(self._folder, self.config.vocab_size, self.config.eos_token_id)
+
     @torch.inference_mode()
     def execute(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         output = StepOutput()
         encoded = self._encode([s for s in plan.sequences if s.num_encoder_rows], output)
@@ -143,7 +157,7 @@ class TorchModelRunner:
         if decoding:
             handed_over = inbound or {}
             sources = {s.slot: (handed_over if s.inbound else encoded)[s.slot] for s in decoding}
-            self._decode(decoding, sources, output)
+            self._decode(decoding, sources, output, masks)
         return output
 
     def _encode(
@@ -215,6 +229,7 @@ class TorchModelRunner:
         steps: Sequence[SequenceStep],
         sources: Mapping[int, EncoderOutput],
         output: StepOutput,
+        masks: StepMasks | None,
     ) -> None:
         runs = [
             Run(s.slot, s.decoder_start, s.decoder_stop, s.decoder_floor, 0, s.block_table)
@@ -226,7 +241,7 @@ class TorchModelRunner:
         pre = torch.cat([i.pre_mix for i in inputs])
         streams, pre = self._model.decode(rows, streams, pre, [s.source_floor for s in steps])
         output.num_decoder_rows = rows.num_rows
-        self._finish(steps, streams, pre, output)
+        self._finish(steps, streams, pre, output, masks)
 
     def _finish(
         self,
@@ -234,6 +249,7 @@ class TorchModelRunner:
         streams: torch.Tensor,
         pre: torch.Tensor,
         output: StepOutput,
+        masks: StepMasks | None,
     ) -> None:
         """Logits of the rows that need them, and the next tokens."""
         wanted: list[int] = []
@@ -269,6 +285,7 @@ class TorchModelRunner:
                 params,
                 [step.decoder_stop for step, _ in sampled],
                 [step.rules for step, _ in sampled],
+                [None if masks is None else masks.of(step.slot) for step, _ in sampled],
             )
             output.sampled = {
                 step.slot: token for (step, _), token in zip(sampled, tokens, strict=True)
@@ -414,6 +431,7 @@ def load_runner(
         compressed_ids=compressed_ids,
         poison=poison,
         observer=observer,
+        folder=folder,
     )
 
 

@@ -16,10 +16,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.models.strict_json import read_json
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
-from ripresa.workers.request import FinishReason, ForcedTokens, SamplingParams
+from ripresa.workers.request import FinishReason, OutputConstraint, SamplingParams
 
 FORMAT = "ripresa recording"
-VERSION = 1
+VERSION = 2
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -88,7 +88,7 @@ _CHOICES = (ReplayMode, TailVariant, PlanKind, FinishReason)
 
 def _build(kind: Any, value: object, name: str) -> Any:
     """A value of a type from JSON; `name` is its dotted place in the file."""
-    if kind in (SamplingParams, ForcedTokens, Recipe, Recording):
+    if kind in (SamplingParams, OutputConstraint, Recipe, Recording):
         return _record(kind, value, name)
     if get_origin(kind) in (Union, UnionType):
         if value is None:

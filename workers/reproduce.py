@@ -28,7 +28,7 @@ from ripresa.workers.model_runner import (
     load_runner,
     model_digest,
 )
-from ripresa.workers.models.base import EncoderOutput, ModelRunner, StepOutput
+from ripresa.workers.models.base import EncoderOutput, ModelRunner, StepMasks, StepOutput
 from ripresa.workers.models.checkpoint import ProgressLines
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -236,10 +236,13 @@ class _Watched:
         return getattr(self._runner, name)
 
     def execute(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         steps = tuple(replace(s, return_logits=s.sampling is not None) for s in plan.sequences)
-        output = self._runner.execute(StepPlan(plan.step, steps), inbound)
+        output = self._runner.execute(StepPlan(plan.step, steps), inbound, masks)
         for rows in output.logits.values():
             self.logits = rows[-1]
         return output

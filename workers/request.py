@@ -13,16 +13,20 @@ from ripresa.workers.scheduling.step_rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedTokens:
-    """Tokens that an answer must contain, at one place.
+class OutputConstraint:
+    """What an answer must be. What it allows next follows from it and the answer's tokens alone.
 
     Attributes:
-        token_ids: they come in this order.
-        after: they follow the first of these ids; None for the answer's first tokens.
+        grammar: in llguidance's dialect of Lark, over the bytes of tokens; `<[7]>` is token id 7,
+            and a special token is matched by its id alone. Behind a whole match only the end of
+            sentence may come.
+        field: the part of the client's request that asked for it, for refusals.
+        after: it holds behind the first of these ids; None for the whole answer.
         forbidden_before: what must not come before `after` has; nor does the end of the answer.
     """
 
-    token_ids: tuple[int, ...]
+    grammar: str
+    field: str
     after: int | None = None
     forbidden_before: tuple[int, ...] = ()
 
@@ -49,8 +53,9 @@ class SamplingParams:
             positive, else multiplied; above 0, 1 changes nothing.
         logit_bias: token ids and what is added to their logits.
         banned_token_ids: ids that are never chosen.
-        min_tokens: neither the end of sentence nor a stop id comes before so many tokens.
-        forced: tokens that must come; None for none.
+        min_tokens: neither the end of sentence nor a stop id comes before so many tokens, unless
+            the constraint allows nothing else.
+        constraint: what the answer must be; None for anything.
         logprobs: how many of the likeliest tokens to report with each chosen one, by their log
             probabilities under the unchanged logits; None reports nothing.
     """
@@ -69,7 +74,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    forced: ForcedTokens | None = None
+    constraint: OutputConstraint | None = None
     logprobs: int | None = None
 
     @property
@@ -178,10 +183,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bringing:
-    """The decode worker lives and brings cached state before it reserves.
+    """The decode worker lives and has something to do before it reserves.
 
-    The first event of a request for which peers or a disk are asked; `Reserved` comes when they
-    have ended.
+    The first event of a request for which peers or a disk are asked, or whose constraint is to be
+    compiled; `Reserved` comes when that has ended.
     """
 
     worker_id: str
@@ -237,18 +242,6 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens that one step produced, in order; `position` is the first one's.
-
-    `logprobs` has one entry a token if the request asked for them, and is empty otherwise.
-    """
-
-    position: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class WorkCounters:
     """Rows really computed for one request, summed over layers of each half."""
 
@@ -256,6 +249,20 @@ class WorkCounters:
     decoder_prefill_rows: int = 0
     decoder_rows: int = 0
     transfer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens that one step produced, in order; `position` is the first one's.
+
+    `logprobs` has one entry a token if the request asked for them, and is empty otherwise.
+    `counters` are of the work up to here, for a reader who wants no more.
+    """
+
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    counters: WorkCounters = field(default_factory=WorkCounters, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,18 @@ from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.request import SamplingParams, TokenLogprobs
 from ripresa.workers.token_history import TokenRules
 
+TokenMask = NDArray[np.bool_]
+"""[vocab], true where a token may come."""
+
 _U64 = (1 << 64) - 1
 
 
 def sample(
-    logits: torch.Tensor, params: SamplingParams, position: int, rules: TokenRules | None = None
+    logits: torch.Tensor,
+    params: SamplingParams,
+    position: int,
+    rules: TokenRules | None = None,
+    mask: TokenMask | None = None,
 ) -> int:
     """The token that `params` choose for `position`.
 
@@ -32,12 +39,13 @@ def sample(
         params: how to choose.
         position: absolute position that the chosen token will have.
         rules: what holds for this token; None for nothing.
+        mask: what the request's constraint allows; None for everything.
 
     Raises:
         InvalidArgument: a parameter is out of range.
         RipresaError: INTERNAL; a logit is NaN or +inf, or every token is forbidden.
     """
-    return sample_batch(logits.unsqueeze(0), [params], [position], [rules])[0]
+    return sample_batch(logits.unsqueeze(0), [params], [position], [rules], [mask])[0]
 
 
 def sample_batch(
@@ -45,11 +53,13 @@ def sample_batch(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     rules: Sequence[TokenRules | None] | None = None,
+    masks: Sequence[TokenMask | None] | None = None,
 ) -> list[int]:
     """`sample` for every row of `logits` [rows, vocab]; a row's token ignores the other rows."""
     rows = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
     rules = [None] * len(rows) if rules is None else rules
-    return [_choose(*row) for row in zip(rows, params, positions, rules, strict=True)]
+    masks = [None] * len(rows) if masks is None else masks
+    return [_choose(*row) for row in zip(rows, params, positions, rules, masks, strict=True)]
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
@@ -82,7 +92,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _choose(
-    logits: NDArray[np.float32], params: SamplingParams, position: int, rules: TokenRules | None
+    logits: NDArray[np.float32],
+    params: SamplingParams,
+    position: int,
+    rules: TokenRules | None,
+    mask: TokenMask | None,
 ) -> int:
     check_params(params)
     best = int(logits.argmax())  # the first NaN if there is one, else the first maximum
@@ -93,10 +107,8 @@ def _choose(
             "the weights or the computation are broken, check them with `ripresa verify golden`",
         )
     values = logits.astype(np.float64)
-    if params.logit_bias or params.banned_token_ids or rules is not None:
-        if rules is not None and rules.forced is not None:
-            return rules.forced
-        _change(values, params, rules or TokenRules())
+    if params.logit_bias or params.banned_token_ids or rules is not None or mask is not None:
+        _change(values, params, rules or TokenRules(), mask)
         best = int(values.argmax())
         if values[best] == -math.inf:
             raise RipresaError(
@@ -111,7 +123,9 @@ def _choose(
     return int(ids[np.searchsorted(cumulative, target, side="right")])
 
 
-def _change(values: NDArray[np.float64], params: SamplingParams, rules: TokenRules) -> None:
+def _change(
+    values: NDArray[np.float64], params: SamplingParams, rules: TokenRules, mask: TokenMask | None
+) -> None:
     """Bias, penalties and what is forbidden, in place; ids beyond the vocabulary are nobody's."""
     for token_id, bias in params.logit_bias:
         if token_id < len(values):
@@ -124,7 +138,18 @@ def _change(values: NDArray[np.float64], params: SamplingParams, rules: TokenRul
     if len(said):
         counts = np.array([count for _, count in rules.said], dtype=np.float64)
         values[said] -= params.frequency_penalty * counts + params.presence_penalty
-    for token_id in (*params.banned_token_ids, *rules.forbidden):
+    if mask is not None:
+        values[~mask] = -math.inf
+    _forbid(values, params.banned_token_ids)
+    before = values.copy() if mask is not None and rules.forbidden else None
+    _forbid(values, rules.forbidden)
+    if before is not None and values.max() == -math.inf:
+        # The constraint allows the end alone, and the end comes, too early or not.
+        values[:] = before
+
+
+def _forbid(values: NDArray[np.float64], token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
         if token_id < len(values):
             values[token_id] = -math.inf
 

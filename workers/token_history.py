@@ -1,4 +1,4 @@
-"""What of a sequence's own tokens decides its next one? Counts, bans and what is forced, as values.
+"""What of a sequence's own tokens decides its next one? Counts and bans, as values.
 
 A pure function of the parameters, the prompt and the tokens so far: a sequence that another worker
 continues, from the tokens that were streamed, goes on as it would have here.
@@ -21,13 +21,11 @@ class TokenRules:
         prompt_ids: distinct tokens of the prompt; empty without a repetition penalty.
         said: generated tokens and how often each was; empty without penalties.
         forbidden: tokens that must not come now.
-        forced: the token that must; None for none.
     """
 
     prompt_ids: tuple[int, ...] = ()
     said: tuple[tuple[int, int], ...] = ()
     forbidden: tuple[int, ...] = ()
-    forced: int | None = None
 
 
 class TokenHistory:
@@ -37,9 +35,20 @@ class TokenHistory:
         token_ids: the prompt, and tokens that an earlier execution generated.
         num_prompt_tokens: how many of them are prompt.
         eos_token_id: the model's end of sentence; None for none.
+
+    Attributes:
+        constrained_from: how many generated tokens come before the first one that the constraint
+            decides; None without a constraint, or while it has yet to begin.
     """
 
-    __slots__ = ("_endings", "_forced_from", "_num_generated", "_params", "_prompt_ids", "_said")
+    __slots__ = (
+        "_endings",
+        "_num_generated",
+        "_params",
+        "_prompt_ids",
+        "_said",
+        "constrained_from",
+    )
 
     def __init__(
         self,
@@ -56,8 +65,10 @@ class TokenHistory:
         self._prompt_ids: tuple[int, ...] = ()
         if params.repetition_penalty != 1:
             self._prompt_ids = tuple(sorted(set(token_ids[:num_prompt_tokens])))
-        forced = params.forced
-        self._forced_from = 0 if forced is not None and forced.after is None else None
+        constraint = params.constraint
+        self.constrained_from: int | None = None
+        if constraint is not None and constraint.after is None:
+            self.constrained_from = 0
         for token_id in token_ids[num_prompt_tokens:]:
             self.add(token_id)
 
@@ -66,9 +77,10 @@ class TokenHistory:
         self._num_generated += 1
         if self._said is not None:
             self._said[token_id] += 1
-        forced = self._params.forced
-        if forced is not None and self._forced_from is None and token_id == forced.after:
-            self._forced_from = self._num_generated
+        constraint = self._params.constraint
+        has_begun = self.constrained_from is not None
+        if constraint is not None and not has_begun and token_id == constraint.after:
+            self.constrained_from = self._num_generated
 
     def rules(self) -> TokenRules | None:
         """What holds for the next token; None if nothing does."""
@@ -76,15 +88,10 @@ class TokenHistory:
         forbidden: tuple[int, ...] = ()
         if self._num_generated < params.min_tokens:
             forbidden = self._endings
-        token_id: int | None = None
-        forced = params.forced
-        if forced is not None:
-            if self._forced_from is None:
-                forbidden = (*self._endings, *forced.forbidden_before)
-            else:
-                place = self._num_generated - self._forced_from
-                token_id = forced.token_ids[place] if place < len(forced.token_ids) else None
-        if self._said is None and not forbidden and token_id is None:
+        constraint = params.constraint
+        if constraint is not None and self.constrained_from is None:
+            forbidden = (*self._endings, *constraint.forbidden_before)
+        if self._said is None and not forbidden:
             return None
         said = () if self._said is None else tuple(self._said.items())
-        return TokenRules(self._prompt_ids, said, forbidden, token_id)
+        return TokenRules(self._prompt_ids, said, forbidden)

@@ -6,7 +6,8 @@ model writes. Three things are done here instead of there:
 - Encoding goes piece by piece, special tokens by id and all other text as plain text, so that a
   special token's spelling in a message stays text.
 - No `tool_choice` changes the head of the prompt, so that none of them costs the cached prefix.
-  `none` leaves the call token to be banned; `required` or a tool's name leaves tokens to be forced.
+  `none` leaves the call token to be banned; `required` or a tool's name leaves a constraint.
+- An answer's format may go with tools.
 - A reasoning effort may be a number.
 """
 
@@ -15,13 +16,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from ripresa.cluster.gateway.call_grammar import Tool
+from ripresa.cluster.gateway.output_format import OutputFormat, read_format
 from ripresa.cluster.gateway.status import RequestError, shorten
 from ripresa.cluster.gateway.text_cache import TextCache
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -84,10 +87,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the answer calls tools. `name`: the one that it must call first."""
+    """Whether the answer calls tools.
+
+    Attributes:
+        name: the one that it must call, and once.
+        is_single: at most one call is allowed.
+    """
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
+    is_single: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,8 @@ class Prompt:
         protocol: whose request it was.
         begins_in: where the answer starts.
         tool_choice: what is left to be enforced; `auto` where no tool is declared.
-        forced: what the answer must go on with, once its reasoning has ended.
+        tools: what is declared.
+        format: what the text of the answer must be; None for any.
         stop: strings that end the answer's content.
         request: what the library made of it; for `ChatEncoding.parser` alone.
         echo: settings that a Responses answer repeats; None for other protocols.
@@ -119,7 +129,8 @@ class Prompt:
     protocol: Protocol
     begins_in: Stage
     tool_choice: ToolChoice
-    forced: str
+    tools: tuple[Tool, ...]
+    format: OutputFormat | None
     stop: tuple[str, ...]
     request: Any
     echo: Any = None
@@ -181,10 +192,13 @@ class ChatEncoding:
         if protocol is Protocol.CHAT_COMPLETIONS and isinstance(body.get("messages"), list):
             body["messages"] = [_as_known_role(message) for message in body["messages"]]
         try:
-            request = _REQUESTS[protocol](json.dumps(body))
-            echo = request.echo() if protocol is Protocol.RESPONSES else None
-            converted = request.convert(self._options)
-            rendered = self._renderer.render_conversation(converted.conversation)
+            echo = None
+            if protocol is Protocol.RESPONSES:
+                echo = recipe.ResponsesRequest(json.dumps(body)).echo()
+            wanted = _take_format(body, protocol)
+            converted = _REQUESTS[protocol](json.dumps(body)).convert(self._options)
+            conversation = _with_format(converted.conversation, wanted)
+            rendered = self._renderer.render_conversation(conversation)
         except recipe.ConversionError as error:
             raise _conversion_error(error) from error
         except (ValueError, RuntimeError, RecursionError) as error:
@@ -200,37 +214,30 @@ class ChatEncoding:
         segments = _segments(rendered.prompt, rendered.special_ranges)
         if effort is not None:
             segments = _with_effort(segments, effort)
-        tools = {tool.name for tool in converted.conversation.tools}
-        forced = ""
+        tools = _tools(body, converted.conversation)
         if choice.mode == "required":
-            _check_choice(choice, tools)
-            forced = CALLS_OPENING
+            _check_choice(choice, {tool.name for tool in tools})
         stage = options.thinking_initial_stage
         begins_in = Stage.CONTENT
         if stage is not None and stage.starts_in_reasoning():
             begins_in = Stage.REASONING
-        elif forced and stage is None:
+        elif choice.mode == "required" and stage is None:
             # Nothing precedes the calls: the prompt opens them, and the parser starts inside.
-            segments = (*segments, *_split_marks(forced))
+            segments = (*segments, *_split_marks(CALLS_OPENING))
             options.starts_in_tool_calls = True
-            begins_in, forced = Stage.CALLS, ""
-        if choice.name is not None:
-            forced += f'<{CALL_MARK} invoke name="{choice.name}">\n'
+            begins_in = Stage.CALLS
         return Prompt(
             segments=segments,
             turns=_turns(converted.conversation),
             protocol=protocol,
             begins_in=begins_in,
             tool_choice=choice if tools else ToolChoice(),
-            forced=forced,
+            tools=tools,
+            format=wanted,
             stop=tuple(options.stop_sequences),
             request=(converted, options),
             echo=echo,
         )
-
-    def encode_markup(self, text: str) -> list[int]:
-        """The token ids of call markup, which `Prompt.forced` is."""
-        return self.encode(_split_marks(text))
 
     def encode(self, segments: Iterable[Segment], salt: bytes = b"") -> list[int]:
         """The token ids of a prompt's pieces; `salt` is the tenant's."""
@@ -379,9 +386,69 @@ def _turns(conversation: recipe.Conversation) -> tuple[Turn, ...]:
     )
 
 
+def _tools(body: Json, conversation: recipe.Conversation) -> tuple[Tool, ...]:
+    """The declared tools with their schemas as they were sent.
+
+    Of a strict tool's schema the library leaves out what its prompt does not show.
+    """
+    sent: dict[Any, Any] = {}
+    for tool in body.get("tools") or ():
+        holder = tool.get("function", tool)
+        sent[holder.get("name")] = holder.get("parameters", holder.get("input_schema"))
+    return tuple(
+        Tool(tool.name, sent.get(tool.name, tool.parameters), tool.strict is True, f"tools[{n}]")
+        for n, tool in enumerate(conversation.tools)
+    )
+
+
+def _take_format(body: Json, protocol: Protocol) -> OutputFormat | None:
+    """Remove the answer's format from a request, and say what it was.
+
+    The library takes no format beside tools.
+    """
+    match protocol:
+        case Protocol.CHAT_COMPLETIONS:
+            return read_format(body.pop("response_format", {}), "response_format")
+        case Protocol.RESPONSES:
+            return read_format(body.pop("text", {}).get("format", {}), "text.format")
+    return None
+
+
+def _with_format(
+    conversation: recipe.Conversation, wanted: OutputFormat | None
+) -> recipe.Conversation:
+    """The conversation whose prompt tells the format of the answer."""
+    if wanted is None:
+        return conversation
+    told: dict[str, Any] = {"response_format": "json_object"}
+    if wanted.kind == "regex":
+        told = {"response_regex": wanted.text}
+    elif wanted.kind == "json_schema":
+        told = {"response_schema": wanted.schema}
+    return recipe.Conversation(
+        conversation.messages,
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=conversation.reasoning_effort,
+        **told,
+    )
+
+
 def _take_tool_choice(body: Json, protocol: Protocol) -> ToolChoice:
     """Remove the choice from a request, and say what it was."""
-    asked = body.pop("tool_choice", None)
+    choice = body.pop("tool_choice", None)
+    is_single = body.pop("parallel_tool_calls", True) is False
+    if isinstance(choice, dict) and "disable_parallel_tool_use" in choice:
+        choice = dict(choice)
+        flag = choice.pop("disable_parallel_tool_use")
+        if not isinstance(flag, bool):
+            raise InvalidArgument("tool_choice.disable_parallel_tool_use", "must be true or false")
+        is_single = is_single or flag
+    return replace(_choice_of(choice, protocol), is_single=is_single)
+
+
+def _choice_of(asked: Any, protocol: Protocol) -> ToolChoice:
     if asked is None or asked in ("auto", {"type": "auto"}):
         return ToolChoice()
     if asked in ("none", {"type": "none"}):

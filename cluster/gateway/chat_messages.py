@@ -6,11 +6,12 @@ One renderer serves every protocol, so a conversation takes the shape of the com
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json
+from ripresa.cluster.gateway.output_format import OutputFormat, format_of
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
 
@@ -23,6 +24,16 @@ ROLES: Mapping[int, str] = MappingProxyType(
     }
 )
 TIERS = ("low", "high", "max")
+
+_FORMATS: Mapping[str, Callable[[OutputFormat], Json]] = MappingProxyType(
+    {
+        "json_object": lambda wanted: {},
+        "json_schema": lambda wanted: {
+            "json_schema": {"name": "answer", "schema": wanted.schema, "strict": True}
+        },
+        "regex": lambda wanted: {"regex": wanted.text},
+    }
+)
 
 
 def chat_body(request: pb.ChatRequest) -> Json:
@@ -41,6 +52,7 @@ def chat_body(request: pb.ChatRequest) -> Json:
     body = conversation_body(request.full, "full")
     if request.HasField("tool_choice"):
         body["tool_choice"] = _tool_choice(request.tool_choice)
+        body["parallel_tool_calls"] = not request.tool_choice.disable_parallel
     if request.sampling.stop:
         body["stop"] = list(request.sampling.stop)
     return body
@@ -49,8 +61,6 @@ def chat_body(request: pb.ChatRequest) -> Json:
 def conversation_body(conversation: pb.FullConversation, field: str) -> Json:
     """Messages, tools and thinking of a conversation; `field` is its path in the request."""
     config = conversation.config
-    if config.HasField("response_format"):
-        raise InvalidArgument(f"{field}.config.response_format", "is not supported yet")
     body: Json = {
         "messages": [
             _message(message, f"{field}.messages[{index}]")
@@ -61,6 +71,9 @@ def conversation_body(conversation: pb.FullConversation, field: str) -> Json:
         body["tools"] = [
             _tool(tool, f"{field}.config.tools[{index}]") for index, tool in enumerate(config.tools)
         ]
+    wanted = format_of(config.response_format, f"{field}.config.response_format")
+    if wanted is not None:
+        body["response_format"] = {"type": wanted.kind, **_FORMATS[wanted.kind](wanted)}
     thinking = config.thinking
     if thinking.HasField("enabled"):
         body["thinking"] = {"type": "enabled" if thinking.enabled else "disabled"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol, Stage
+from ripresa.cluster.gateway.chat_constraint import constraint_of
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol
 from ripresa.cluster.gateway.prefix_breaks import Outline, outline_of
 from ripresa.cluster.gateway.said_turns import OpenTurn, SaidTurns, SplicedPrompt, splice
 from ripresa.cluster.gateway.sampling import (
     AskedSampling,
     Name,
+    check_endings,
     check_ranges,
     check_sampling,
     choices_of,
@@ -24,7 +26,6 @@ from ripresa.cluster.gateway.validation import (
 )
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
-from ripresa.workers.request import ForcedTokens, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,14 @@ class ChatReader:
         check_ranges(asked, name)
         prompt, spliced = self._encode(body, protocol, options, arrival.tenant)
         token_ids = spliced.token_ids
-        sampling = check_sampling(asked, self.model, len(token_ids), name)
-        sampling = _enforced(sampling, prompt, self.encoding)
+        free = replace(asked, format=None)
+        sampling = check_sampling(free, self.model, len(token_ids), name)
+        constraint = constraint_of(prompt, asked.format, self.encoding)
+        if constraint is not None:
+            check_endings(asked.ignore_eos, name)
+            sampling = replace(sampling, constraint=constraint)
+        if prompt.tool_choice.mode == "none":
+            sampling = replace(sampling, banned_token_ids=(self.encoding.call_token_id,))
         first = prompt_request(options, token_ids, sampling, arrival)
         open_turn = spliced.open_turn if first.cache.writes else None
         encoding = self.encoding
@@ -120,18 +127,3 @@ class ChatReader:
         spliced = splice(self.encoding, prompt, said, tenant_salt(tenant, options.cache_salt))
         check_length(len(spliced.token_ids), self.model, "messages")
         return prompt, spliced
-
-
-def _enforced(sampling: SamplingParams, prompt: Prompt, encoding: ChatEncoding) -> SamplingParams:
-    """The parameters that make an answer keep to the tool choice."""
-    if prompt.tool_choice.mode == "none":
-        return replace(sampling, banned_token_ids=(encoding.call_token_id,))
-    if not prompt.forced:
-        return sampling
-    reasons = prompt.begins_in is Stage.REASONING
-    forced = ForcedTokens(
-        token_ids=tuple(encoding.encode_markup(prompt.forced)),
-        after=encoding.end_of_reasoning_id if reasons else None,
-        forbidden_before=(encoding.call_token_id,) if reasons else (),
-    )
-    return replace(sampling, forced=forced)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastapi import APIRouter, Request, Response
 
@@ -22,6 +22,7 @@ from ripresa.cluster.gateway.http_fields import (
 )
 from ripresa.cluster.gateway.http_stream import Message, openai_failure, respond
 from ripresa.cluster.gateway.http_usage import our_usage, usage
+from ripresa.cluster.gateway.output_format import read_format
 from ripresa.cluster.gateway.sampling import check_sampling, choices_of
 from ripresa.cluster.gateway.served_model import (
     check_length,
@@ -200,7 +201,8 @@ def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
             check_model(body.get("model", ""), gateway.model, "model")
             options = options_of(body, request.headers.get("x-session-id"))
             check_options(options)
-            asked = sampling_of(body)
+            wanted = read_format(body.get("response_format", {}), "response_format")
+            asked = replace(sampling_of(body), format=wanted)
             if body.get("best_of", asked.n) != asked.n:
                 raise InvalidArgument("best_of", "only best_of equal to n is supported")
             token_ids = _prompt(body, gateway)

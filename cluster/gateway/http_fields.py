@@ -26,6 +26,14 @@ _OBJECT: Schema = {"type": "object"}
 _OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
 _TEXTS: Schema = {"anyOf": [_STRING, {"type": "array", "items": _STRING}]}
 _CHOICE: Schema = {"anyOf": [_STRING, _OBJECT]}
+_FORMAT: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "regex"]},
+        "json_schema": _OBJECT,
+        "regex": _STRING,
+    },
+}
 
 _CACHE: dict[str, Schema] = {
     "cache_salt": _STRING,
@@ -67,8 +75,8 @@ CHAT_FIELDS: Mapping[str, Schema] = {
     "tool_choice": _CHOICE,
     "thinking": _OBJECT,
     "reasoning_effort": {"anyOf": [_STRING, _INTEGER]},
-    "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
-    "parallel_tool_calls": {"enum": [True]},
+    "response_format": _FORMAT,
+    "parallel_tool_calls": _BOOLEAN,
     "modalities": {"type": "array", "items": {"enum": ["text"]}},
     "stream": _BOOLEAN,
     "stream_options": _OBJECT,
@@ -87,6 +95,7 @@ COMPLETION_FIELDS: Mapping[str, Schema] = {
     "logprobs": _INTEGER,
     "echo": {"enum": [False]},
     "best_of": _INTEGER,
+    "response_format": _FORMAT,
     **_SAMPLING,
     **_CACHE,
     **_NO_EFFECT,
@@ -115,8 +124,8 @@ RESPONSES_FIELDS: Mapping[str, Schema] = {
     "tools": _OBJECTS,
     "tool_choice": _CHOICE,
     "reasoning": _OBJECT,
-    "text": _OBJECT,
-    "parallel_tool_calls": {"enum": [True]},
+    "text": {"type": "object", "properties": {"format": _FORMAT}},
+    "parallel_tool_calls": _BOOLEAN,
     "include": {"type": "array", "maxItems": 0},
     "truncation": {"enum": ["disabled"]},
     "background": {"enum": [False]},
@@ -137,7 +146,7 @@ FIELDS: Mapping[Protocol, Mapping[str, Schema]] = {
 _CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
     Protocol.CHAT_COMPLETIONS: (
         *("messages", "tools", "tool_choice", "thinking", "reasoning_effort"),
-        *("stop", "logprobs", "top_logprobs"),
+        *("response_format", "parallel_tool_calls", "stop", "logprobs", "top_logprobs"),
     ),
     Protocol.MESSAGES: (
         *("messages", "system", "tools", "tool_choice", "thinking"),
@@ -145,7 +154,7 @@ _CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
     ),
     Protocol.RESPONSES: (
         *("input", "instructions", "tools", "tool_choice", "reasoning", "text"),
-        *("max_output_tokens", "temperature", "top_p"),
+        *("parallel_tool_calls", "max_output_tokens", "temperature", "top_p"),
     ),
 }
 
@@ -170,20 +179,8 @@ def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
 
 
 def conversation_of(body: Json, protocol: Protocol) -> Json:
-    """The part of a body that is the conversation.
-
-    Raises InvalidArgument where it asks for an answer's format.
-    """
-    given = body.get("response_format", body.get("text", {}).get("format", {}))
-    if not isinstance(given, dict) or given.get("type", "text") != "text":
-        field = "response_format" if "response_format" in body else "text.format"
-        raise InvalidArgument(field, "only text is supported")
-    choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
-        raise InvalidArgument("tool_choice.disable_parallel_tool_use", "is not supported")
-    conversation = {name: body[name] for name in _CONVERSATION[protocol] if name in body}
-    conversation.pop("text", None)
-    return conversation
+    """The part of a body that is the conversation."""
+    return {name: body[name] for name in _CONVERSATION[protocol] if name in body}
 
 
 def sampling_of(body: Json) -> AskedSampling:

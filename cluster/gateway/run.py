@@ -149,6 +149,7 @@ class CountedBooks:
         self._window = window
         self._backend = transfer_backend
         self._backends: list[str | None] = [None] * len(prompts)
+        self._counters = [WorkCounters()] * len(prompts)
         self._records = [metrics.request_started(len(p.token_ids)) for p in prompts]
 
     def book(self, choice: int, event: RouterEvent) -> None:
@@ -163,14 +164,16 @@ class CountedBooks:
                 self._planned(choice, event, event.recipe)
             case Tokens():
                 record.delta(len(event.token_ids))
+                self._counters[choice] = event.counters
                 if self._meter is not None:
                     self._meter.generated(len(event.token_ids))
             case Finished():
                 record.finished(event.reason, event.counters, backend=self._backends[choice])
 
     def stopped(self, choice: int) -> None:
-        # Its workers' counters are not known; the rows it took are missing from the totals.
-        self._records[choice].finished(FinishReason.STOP, WorkCounters(), backend=None)
+        # Rows that its worker computes until it hears of it are in that worker's totals alone.
+        counters, backend = self._counters[choice], self._backends[choice]
+        self._records[choice].finished(FinishReason.STOP, counters, backend=backend)
 
     def fail(self, code: ErrorCode) -> None:
         for record in self._records:

@@ -10,12 +10,13 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ripresa.cluster.gateway.output_format import OutputFormat, format_of, whole_grammar
 from ripresa.cluster.gateway.served_model import ServedModel, check_token_ids
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument
-from ripresa.workers.request import SamplingParams
+from ripresa.workers.request import OutputConstraint, SamplingParams
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -34,7 +35,11 @@ Name = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class AskedSampling:
-    """Sampling as a client asked for it; None is the server's default."""
+    """Sampling as a client asked for it; None is the server's default.
+
+    Attributes:
+        format: what the answer must be.
+    """
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -52,15 +57,11 @@ class AskedSampling:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    format: OutputFormat | None = None
 
 
 def asked_by(message: pb.SamplingParams) -> AskedSampling:
-    """What a gRPC request asks for.
-
-    Raises InvalidArgument for a constraint, which nothing here enforces.
-    """
-    if message.HasField("constraint"):
-        raise InvalidArgument("sampling.constraint", "`constraint` is not supported yet")
+    """What a gRPC request asks for."""
     optional = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "repetition_penalty")
     given = {name: getattr(message, name) for name in optional if message.HasField(name)}  # type: ignore[arg-type]
     return AskedSampling(
@@ -74,6 +75,7 @@ def asked_by(message: pb.SamplingParams) -> AskedSampling:
         ignore_eos=message.ignore_eos,
         logit_bias=tuple(message.logit_bias.items()),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        format=format_of(message.constraint, in_message("constraint")),
     )
 
 
@@ -103,7 +105,14 @@ def check_sampling(
 
 
 def settled(asked: AskedSampling, max_tokens: int, seed: int) -> SamplingParams:
-    """The parameters of one choice, with the server's defaults for what was not asked for."""
+    """The parameters of one choice, with the server's defaults for what was not asked for.
+
+    Raises InvalidArgument for a format that no answer can be kept to.
+    """
+    wanted = asked.format
+    constraint = None
+    if wanted is not None:
+        constraint = OutputConstraint(whole_grammar(wanted), wanted.field)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
@@ -119,6 +128,7 @@ def settled(asked: AskedSampling, max_tokens: int, seed: int) -> SamplingParams:
         logit_bias=asked.logit_bias,
         min_tokens=asked.min_tokens,
         logprobs=asked.logprobs,
+        constraint=constraint,
     )
 
 
@@ -163,7 +173,17 @@ def check_ranges(asked: AskedSampling, name: Name) -> None:
     require("seed", asked.seed is None or -_SEEDS < asked.seed < _SEEDS, "an integer of 64 bits")
     is_fine = asked.logprobs is None or 0 <= asked.logprobs <= MAX_LOGPROBS
     require("logprobs", is_fine, f"0 to {MAX_LOGPROBS}")
+    if asked.format is not None:
+        check_endings(asked.ignore_eos, name)
     _check_stops(asked, name)
+
+
+def check_endings(ignore_eos: bool, name: Name) -> None:
+    """Refuse what would let an answer that is bound to a constraint go on behind its end."""
+    if ignore_eos:
+        raise InvalidArgument(
+            name("ignore_eos"), "cannot be: nothing may follow an answer that keeps to a constraint"
+        )
 
 
 def _check_stops(asked: AskedSampling, name: Name) -> None:

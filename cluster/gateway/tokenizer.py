@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerModel
-from tokenizers.pre_tokenizers import ByteLevel
 
 from ripresa.workers.errors import CheckpointError, InvalidArgument
 from ripresa.workers.models.checkpoint_tokenizer import read_tokenizer_file, usable_tokenizer
+from ripresa.workers.models.vocabulary import token_bytes
 
 
 class Tokenizer:
@@ -40,7 +40,7 @@ class Tokenizer:
         self.digest = hashlib.sha256(raw).hexdigest()
         try:
             spec: dict[str, Any] = json.loads(raw)
-            self._bytes_of = _token_bytes(spec)
+            self._bytes_of = token_bytes(spec)
             self._max_token_bytes = max(map(len, self._bytes_of.values()))
             self.special_ids = _special_ids(spec)
             self._plain = TokenizerModel.from_str(json.dumps(_without_added_tokens(spec)))
@@ -101,21 +101,6 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def _token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
-    """Token id -> bytes, added tokens as the UTF-8 of their spelling."""
-    model, decoder = spec["model"], spec["decoder"]
-    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
-    if model["type"] != "BPE" or [step and step["type"] for step in steps] != ["ByteLevel"]:
-        raise ValueError("only byte-level BPE (model BPE, decoder ByteLevel) is supported")
-    byte_of = _byte_alphabet()
-    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    known: dict[int, bytes] = {}
-    for token, token_id in model["vocab"].items():
-        if token_id not in added:
-            known[token_id] = bytes(byte_of[character] for character in token)
-    return known | added
-
-
 def _special_ids(spec: dict[str, Any]) -> dict[str, int]:
     """Spelling -> id of every added token."""
     return {token["content"]: token["id"] for token in spec["added_tokens"]}
@@ -133,17 +118,3 @@ def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
         "padding": None,
     }
     return {**spec, **unwanted, "model": {**model, "vocab": vocab}}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 stands for itself, the rest follow U+0100.
-
-    Compared with the library's own alphabet when built.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
-    if set(alphabet) != set(ByteLevel.alphabet()):
-        raise ValueError("the tokenizers library uses another byte alphabet")
-    return alphabet

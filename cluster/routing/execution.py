@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.workers.cache.block_hash import BlockHasher, worker_context
@@ -11,6 +12,8 @@ from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.prefix_sources import PrefixSources
 from ripresa.workers.replay import Recipe
 from ripresa.workers.request import Finished, GenerationRequest, Tokens, WorkCounters
+
+E = TypeVar("E", Tokens, Finished)
 
 
 class Execution:
@@ -99,11 +102,11 @@ class Execution:
         """Book an encoder's work."""
         self._prefill_counters = counters
 
-    def finish(self, finished: Finished) -> Finished:
-        """The last worker's event, with the work of the encoder added."""
-        own, encoder = finished.counters, self._prefill_counters
+    def counted(self, event: E) -> E:
+        """The decode worker's event, with the work of the encoder added."""
+        own, encoder = event.counters, self._prefill_counters
         counters = replace(own, encoder_rows=own.encoder_rows + encoder.encoder_rows)
-        return replace(finished, counters=counters)
+        return replace(event, counters=counters)
 
     def next_request(
         self,

@@ -252,11 +252,11 @@ class ClusterRouter:
                             case Tokens():
                                 execution.stream(event)
                                 wait.started()
-                                yield event
+                                yield execution.counted(event)
                             case Finished():
                                 self._routes.remember(execution, route.decoder, event)
                                 self.leases.ended(prompt.request_id, route.decoder)
-                                yield execution.finish(event)
+                                yield execution.counted(event)
                                 return
                         if not execution.is_planned and execution.recipe is not None:
                             execution.is_planned = True

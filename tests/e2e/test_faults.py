@@ -6,6 +6,7 @@ Every test ends with a whole cluster in which nothing of the request is left.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from served_cluster import (
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.client import Client
 from ripresa.cluster.gateway.recording import recipe_of
+from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.replay import PlanKind, Recipe
@@ -123,6 +125,23 @@ def test_killed_decode_worker_in_mid_stream(
     kill(split.listed()[stream.answer.started.worker_id])
     # The answer goes on elsewhere, by the same recipe, where it stood.
     assert stream.end().tokens == reference.answer(question)
+
+
+def test_killed_decode_worker_under_a_constraint(split: ServedCluster, question: Question) -> None:
+    """What the other worker allows next follows from the tokens that were streamed."""
+    request = generate_request(replace(question, token_ids=question.token_ids[:600], max_tokens=90))
+    request.sampling.ignore_eos = False
+    request.sampling.constraint.regex = "([a-z][0-9]){20,24}(, [A-Z]{2}){6}"
+    undisturbed = split.ask(request)
+    assert re.fullmatch(request.sampling.constraint.regex, undisturbed.text)
+    stream = split.open(request)
+    stream.read(7)
+    assert stream.answer.started is not None
+    kill(split.listed()[stream.answer.started.worker_id])
+    answer = stream.end()
+    assert answer.tokens == undisturbed.tokens
+    assert answer.finished is not None
+    assert answer.finished.reason == pb.FINISH_REASON_STOP
 
 
 def unique_tokens(name: str, length: int) -> tuple[int, ...]:

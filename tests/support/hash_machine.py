@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import torch
 
-from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import FinishReason, GenerationRequest
@@ -108,7 +108,10 @@ class HashMachine:
         return len(self._slots)
 
     def execute(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         slots = [step.slot for step in plan.sequences]
         assert len(set(slots)) == len(slots), "a slot occurs twice in a step"

@@ -24,7 +24,7 @@ from ripresa.workers.config import EngineConfig, LeaseConfig, ParkConfig, Window
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ResourceExhausted
-from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import CacheUse, Failed, GenerationRequest
 from ripresa.workers.scheduling.step_plan import StepPlan
@@ -77,11 +77,14 @@ class FailingMachine(HashMachine):
         self._failures = failures
 
     def execute(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         if self._failures.random() < 0.04:
             raise RuntimeError(BROKEN)
-        return super().execute(plan, inbound)
+        return super().execute(plan, inbound, masks)
 
 
 @dataclass

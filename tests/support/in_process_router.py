@@ -93,7 +93,9 @@ class InProcessRouter:
                 if token_id in stops:
                     ids, stop = ids[: place + 1], token_id
                     break
-            yield Tokens(num_prompt + done, ids, _logprobs(ids, sampling.logprobs))
+            logprobs = _logprobs(ids, sampling.logprobs)
+            counters = WorkCounters(4 * num_prompt, 4, 4 * (done + size), 1000)
+            yield Tokens(num_prompt + done, ids, logprobs, counters)
             done += len(ids)
             self.produced[prompt.request_id] += len(ids)
             if self.failure is not None:

@@ -27,8 +27,8 @@ class Script:
         runner.execute = self.execute
         runner.release_slot = self.release_slot
 
-    def execute(self, plan: StepPlan, inbound: Any = None) -> StepOutput:
-        output: StepOutput = self._execute(plan, inbound)
+    def execute(self, plan: StepPlan, inbound: Any = None, masks: Any = None) -> StepOutput:
+        output: StepOutput = self._execute(plan, inbound, masks)
         for slot in output.sampled:
             if slot not in self._left:
                 answer = self._answers[self._num_begun % len(self._answers)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.request import SamplingParams
-from ripresa.workers.sampler import logprobs_of, sample, sample_batch, uniform
+from ripresa.workers.sampler import TokenMask, logprobs_of, sample, sample_batch, uniform
 from ripresa.workers.token_history import TokenRules
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
@@ -321,9 +321,33 @@ def test_penalties_and_bias_change_the_greedy_choice() -> None:
     assert sample(logits, replace(GREEDY, banned_token_ids=(1, 2)), 0) == 0
 
 
-def test_a_forced_token_comes_whatever_is_likely() -> None:
-    for params in (GREEDY, PLAIN, replace(GREEDY, banned_token_ids=(3,))):
-        assert sample(torch.tensor(LOGITS), params, 4, TokenRules(forced=3)) == 3
+def mask(*token_ids: int) -> TokenMask:
+    allowed = np.zeros(len(LOGITS), np.bool_)
+    allowed[list(token_ids)] = True
+    return allowed
+
+
+def test_only_what_the_mask_allows_comes_whatever_is_likely() -> None:
+    for position in range(50):
+        for params in (PLAIN, replace(PLAIN, top_k=3, top_p=0.7), replace(PLAIN, min_p=0.9)):
+            assert sample(torch.tensor(LOGITS), params, position, None, mask(0, 3)) in (0, 3)
+    assert (
+        sample(torch.tensor(LOGITS), replace(GREEDY, logit_bias=((3, 99.0),)), 0, None, mask(0, 3))
+        == 3
+    )
+    assert (
+        sample(torch.tensor(LOGITS), replace(GREEDY, banned_token_ids=(3,)), 0, None, mask(0, 3))
+        == 0
+    )
+
+
+def test_an_ending_that_alone_is_left_comes_before_min_tokens() -> None:
+    early = TokenRules(forbidden=(3,))
+    assert sample(torch.tensor(LOGITS), GREEDY, 0, early, mask(0, 3)) == 0
+    assert sample(torch.tensor(LOGITS), GREEDY, 0, early, mask(3)) == 3
+    banned = replace(GREEDY, banned_token_ids=(3,))
+    with pytest.raises(RipresaError, match="every token is forbidden"):
+        sample(torch.tensor(LOGITS), banned, 0, early, mask(3))
 
 
 def test_nothing_left_to_choose_is_told() -> None:

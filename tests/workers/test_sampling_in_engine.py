@@ -22,7 +22,6 @@ from ripresa.workers.request import (
     Failed,
     Finished,
     FinishReason,
-    ForcedTokens,
     GenerationRequest,
     PrefillDone,
     SamplingParams,
@@ -99,7 +98,6 @@ LOOKING_BACK: dict[str, dict[str, Any]] = {
         "logit_bias": ((STOP, 100.0),),
         "seed": 4,
     },
-    "forced": {"forced": ForcedTokens((11, 12, 13, 11)), "seed": 5},
 }
 
 
@@ -135,15 +133,11 @@ async def test_an_ending_comes_no_sooner_than_asked(runner: TorchModelRunner) ->
     assert (finished.reason, finished.num_generated_tokens) == (FinishReason.STOP, 6)
 
 
-async def test_banned_and_forced_tokens(runner: TorchModelRunner) -> None:
+async def test_banned_tokens_never_come(runner: TorchModelRunner) -> None:
     plain = tokens_of(await run(runner, request(temperature=0.0)))
     banned = tuple(set(plain))
     other = tokens_of(await run(runner, request(temperature=0.0, banned_token_ids=banned)))
     assert not set(other) & set(banned)
-    forced = ForcedTokens((50, 51), after=plain[2])
-    held = tokens_of(await run(runner, request(temperature=0.0, forced=forced)))
-    place = plain.index(plain[2])
-    assert held[: place + 3] == (*plain[: place + 1], 50, 51)
 
 
 async def test_log_probabilities_are_those_of_the_models_logits(runner: TorchModelRunner) -> None:

@@ -1,4 +1,4 @@
-"""Do penalties, bans and forced tokens follow from the tokens alone, whoever generated them?"""
+"""Do penalties, bans and a constraint's beginning follow from the tokens, whoever said them?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripresa.workers.request import ForcedTokens, SamplingParams
+from ripresa.workers.request import OutputConstraint, SamplingParams
 from ripresa.workers.token_history import TokenHistory, TokenRules
 
 EOS = 1
 PLAIN = SamplingParams(max_tokens=9)
+WHOLE = OutputConstraint("start: /a/", "constraint")
+BEHIND = OutputConstraint("start: /a/", "constraint", after=2, forbidden_before=(6,))
 _ids = st.lists(st.integers(0, 6), max_size=12)
 _params = st.builds(
     SamplingParams,
@@ -22,7 +24,7 @@ _params = st.builds(
     min_tokens=st.integers(0, 6),
     stop_token_ids=st.sampled_from([(), (3,)]),
     ignore_eos=st.booleans(),
-    forced=st.none() | st.sampled_from([ForcedTokens((4, 5)), ForcedTokens((4, 5), 2, (6,))]),
+    constraint=st.sampled_from([None, WHOLE, BEHIND]),
 )
 
 
@@ -37,7 +39,9 @@ def test_a_takeover_goes_on_by_the_same_rules(
     history = TokenHistory(params, prompt + said[:cut], len(prompt), EOS)
     for token_id in said[cut:]:
         history.add(token_id)
-    assert history.rules() == rules_after(params, prompt, said)
+    whole = TokenHistory(params, prompt + said, len(prompt), EOS)
+    assert history.rules() == whole.rules()
+    assert history.constrained_from == whole.constrained_from
 
 
 def test_plain_parameters_look_at_nothing() -> None:
@@ -58,17 +62,21 @@ def test_no_ending_before_min_tokens() -> None:
     assert rules_after(replace(params, ignore_eos=True), [0], []) == TokenRules(forbidden=(3,))
 
 
-def test_tokens_are_forced_at_the_start() -> None:
-    params = replace(PLAIN, forced=ForcedTokens((4, 5)))
-    assert rules_after(params, [0], []) == TokenRules(forced=4)
-    assert rules_after(params, [0], [4]) == TokenRules(forced=5)
-    assert rules_after(params, [0], [4, 5]) is None
+def constrained_from(params: SamplingParams, prompt: list[int], said: list[int]) -> int | None:
+    return TokenHistory(params, prompt + said, len(prompt), EOS).constrained_from
 
 
-def test_tokens_are_forced_behind_the_first_mark() -> None:
-    params = replace(PLAIN, forced=ForcedTokens((4, 5), after=2, forbidden_before=(6,)))
+def test_a_constraint_holds_from_the_first_token() -> None:
+    params = replace(PLAIN, constraint=WHOLE)
+    assert rules_after(params, [0], []) is None
+    assert constrained_from(params, [0], []) == constrained_from(params, [0], [4]) == 0
+    assert constrained_from(PLAIN, [0], []) is None
+
+
+def test_a_constraint_begins_behind_its_first_mark_in_the_answer() -> None:
+    params = replace(PLAIN, constraint=BEHIND)
     assert rules_after(params, [2], [3]) == TokenRules(forbidden=(EOS, 6))
-    assert rules_after(params, [2], [3, 2]) == TokenRules(forced=4)
-    assert rules_after(params, [2], [3, 2, 4]) == TokenRules(forced=5)
-    assert rules_after(params, [2], [3, 2, 4, 5]) is None
-    assert rules_after(params, [2], [3, 2, 4, 5, 2]) is None
+    assert constrained_from(params, [2], [3]) is None
+    assert rules_after(params, [2], [3, 2]) is None
+    assert constrained_from(params, [2], [3, 2]) == 2
+    assert constrained_from(params, [2], [3, 2, 4, 2, 5]) == 2

@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 
+from ripresa.workers.models.vocabulary import Vocabulary
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import TokenLogprobs
+from ripresa.workers.sampler import TokenMask
 from ripresa.workers.scheduling.step_plan import StepPlan
 
 
@@ -56,6 +58,13 @@ class StepOutput:
     num_row_layers: int = 0
 
 
+class StepMasks(Protocol):
+    """What constraints allow the rows of one step."""
+
+    def of(self, slot: int) -> TokenMask | None:
+        """The tokens that a slot's next one may be, waited for; None for any."""
+
+
 class ModelRunner(Protocol):
     """One rank's model with its KV memory. `execute` runs in the engine's step thread.
 
@@ -88,8 +97,19 @@ class ModelRunner(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    def vocabulary(self) -> Vocabulary:
+        """Read what the token ids stand for.
+
+        Raises:
+            RipresaError: the checkpoint has no usable tokenizer (CheckpointError), or the model no
+                end of sentence.
+        """
+
     def execute(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         """Run one step; `inbound` gives handed-over encoder output by slot."""
 

@@ -19,7 +19,6 @@ from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import Unavailable
-from ripresa.workers.request import ForcedTokens
 
 EOS = 1
 SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}}}'
@@ -241,23 +240,22 @@ async def test_a_named_call_is_forced_behind_the_reasoning(
     named = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NAMED, name="get_weather")
     responses = await collect(chat_stub.Chat(chat(choice=named)))
     assert len(parts(responses)["calls"]) == 2
-    opening = f'\n\n<{MARK} calls>\n<{MARK} invoke name="get_weather">\n'
-    assert router.seen[0].sampling.forced == ForcedTokens(
-        token_ids=tuple(encode_output(opening)),
-        after=encoding.end_of_reasoning_id,
-        forbidden_before=(encoding.call_token_id,),
-    )
+    constraint = router.seen[0].sampling.constraint
+    assert constraint is not None
+    assert constraint.after == encoding.end_of_reasoning_id
+    assert constraint.forbidden_before == (encoding.call_token_id,)
 
 
 async def test_a_named_call_without_thinking_begins_in_the_prompt(
     chat_stub: Any, router: InProcessRouter
 ) -> None:
-    opening = f'<{MARK} invoke name="get_weather">\n'
     script(router, TWO_CALLS.removeprefix(f"<{MARK} calls>\n"))
     named = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NAMED, name="get_weather")
     responses = await collect(chat_stub.Chat(chat(choice=named, thinking=False)))
     assert len(parts(responses)["calls"]) == 2
-    assert router.seen[0].sampling.forced == ForcedTokens(tuple(encode_output(opening)))
+    constraint = router.seen[0].sampling.constraint
+    assert constraint is not None
+    assert (constraint.after, constraint.forbidden_before) == (None, ())
 
 
 async def test_temperature_is_as_asked(chat_stub: Any, router: InProcessRouter) -> None:
@@ -353,8 +351,8 @@ REFUSED = {
         "INVALID_REQUEST",
     ),
     "a response format": (
-        config(response_format=pb.OutputConstraint(json_object=True)),
-        "full.config.response_format",
+        config(response_format=pb.OutputConstraint(json_schema="{")),
+        "full.config.response_format.json_schema",
         "INVALID_REQUEST",
     ),
     "an unknown function": (

@@ -111,7 +111,7 @@ def test_e8_a_required_call_is_opened_in_the_prompt(encoding: ChatEncoding) -> N
     body = chat_body(OSLO, tools=[GET_WEATHER], tool_choice="required", thinking=OFF)
     prompt = encoding.render(body)
     assert prompt.text.endswith("<｜Assistant｜></think>\n\n<｜DSML｜ calls>\n")
-    assert (prompt.begins_in, prompt.forced) == (Stage.CALLS, "")
+    assert prompt.begins_in is Stage.CALLS
     # As the library itself renders it.
     options = recipe.ConversionOptions().with_model_alias("m", recipe.ModelVersion.DeepseekV41Flash)
     own = recipe.ChatCompletionRequest(json.dumps({**body, "model": "m"})).convert(options)
@@ -119,18 +119,16 @@ def test_e8_a_required_call_is_opened_in_the_prompt(encoding: ChatEncoding) -> N
     assert prompt.text == own_text
 
 
-def test_a_required_call_in_thinking_mode_is_forced_behind_the_reasoning(
+def test_a_required_call_in_thinking_mode_leaves_the_prompt_as_it_is(
     encoding: ChatEncoding, render: Render
 ) -> None:
     by_name = {"type": "function", "function": {"name": "get_weather"}}
     auto = render(OSLO, tools=[GET_WEATHER])
-    for choice, more in (("required", ""), (by_name, '<｜DSML｜ invoke name="get_weather">\n')):
+    for choice, name in (("required", None), (by_name, "get_weather")):
         prompt = encoding.render(chat_body(OSLO, tools=[GET_WEATHER], tool_choice=choice))
         assert prompt.text == auto
         assert prompt.begins_in is Stage.REASONING
-        assert prompt.forced == "\n\n<｜DSML｜ calls>\n" + more
-        forced = encoding.encode_markup(prompt.forced)
-        assert forced.count(encoding.call_token_id) == (2 if more else 1)
+        assert (prompt.tool_choice.mode, prompt.tool_choice.name) == ("required", name)
 
 
 def test_no_call_keeps_the_tools_in_the_prompt(encoding: ChatEncoding, render: Render) -> None:

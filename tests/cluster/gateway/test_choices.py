@@ -114,6 +114,10 @@ async def test_a_stop_string_ends_a_choice(
     assert completed.usage.completion_tokens == generated
     await asyncio.wait_for(router.all_closed.wait(), 10)
     assert service.num_running == 0
+    # The work until then is counted, though the worker could not tell an end.
+    told = service.metrics.render().decode()
+    assert f'ripresa_decoder_rows_total{{phase="decode"}} {4.0 * generated}' in told
+    assert 'ripresa_transfer_bytes_total{backend="gloo"} 1000.0' in told
 
 
 async def test_text_that_is_no_stop_string_after_all_comes_later(

@@ -265,12 +265,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "audio": ({"modalities": ["text", "audio"]}, "modalities[1]", "invalid_request"),
     "store": ({"store": True}, "store", "invalid_request"),
     "a format": (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "yaml"}},
         "response_format",
         "invalid_request",
     ),
     "one call at a time": (
-        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": "no"},
         "parallel_tool_calls",
         "invalid_request",
     ),
@@ -333,7 +333,7 @@ RESPONSES_REFUSED = {
     "truncation": "auto",
     "store": True,
     "tools": [{"type": "web_search"}],
-    "text": {"format": {"type": "json_object"}},
+    "text": {"format": {"type": "yaml"}},
     "conversation": "c",
 }
 

@@ -9,57 +9,30 @@ from typing import Any
 import openai
 import pytest
 from chat_support import GET_WEATHER, MARK
-from engine_router import EngineRouter
-from http_gateway import http_gateway
+from engine_gateway import MODEL, demo_runner, engine_gateway
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
-from ripresa.cluster.gateway.served_model import ServedModel
-from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.workers.config import EngineConfig, Numerics
-from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.demo.checkpoint import demo_checkpoint
-from ripresa.workers.model_runner import TorchModelRunner, load_runner
-from ripresa.workers.models.deepseek_v41.tensor_specs import Half
+from ripresa.workers.model_runner import TorchModelRunner
 
-MODEL = "deepseek-demo"
-CONFIG = EngineConfig(max_num_seqs=8, num_blocks=64, numerics=Numerics.DETERMINISTIC)
 QUESTION = [{"role": "user", "content": "Weather in Oslo?"}]
 OFF = {"thinking": {"type": "disabled"}}
 
 
 @pytest.fixture(scope="module")
 def runner() -> TorchModelRunner:
-    return load_runner(
-        demo_checkpoint(),
-        Half.ALL,
-        num_blocks=CONFIG.num_blocks,
-        num_slots=CONFIG.max_num_seqs,
-        numerics=CONFIG.numerics,
-    )
+    return demo_runner()
 
 
 @pytest.fixture
 async def client(
     runner: TorchModelRunner, demo: Tokenizer, encoding: ChatEncoding
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    engine = DecodeEngine("d0", runner, CONFIG)
-    await engine.start()
-    eos = runner.eos_token_id
-    model = ServedModel(MODEL, runner.max_model_len, demo.num_ids, eos, "ab12")
-    service = InferenceService(
-        EngineRouter(engine), model, demo, GatewayMetrics(), encoding=encoding, window=runner.window
-    )
     async with (
-        http_gateway(service) as url,
+        engine_gateway(runner, demo, encoding) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
     ):
         yield client
-    assert service.num_running == 0
-    engine.check_integrity()
-    await engine.stop()
-    service.close()
 
 
 def ask(**fields: Any) -> dict[str, Any]:
@@ -146,20 +119,3 @@ async def test_a_bias_a_ban_and_an_ending(
     banned = await client.chat.completions.create(**ask(logit_bias=call_token, tool_choice="none"))
     assert MARK not in (banned.choices[0].message.content or "")
     assert banned.choices[0].message.tool_calls is None
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-async def test_a_named_call_comes_even_from_a_model_that_knows_none(
-    client: openai.AsyncOpenAI, encoding: ChatEncoding, thinking: bool
-) -> None:
-    fields: dict[str, Any] = {
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-        "max_tokens": 40,
-    }
-    if thinking:
-        fields["extra_body"] = {"thinking": {"type": "enabled"}}
-        # A random model would not stop reasoning.
-        fields["logit_bias"] = {str(encoding.end_of_reasoning_id): 100}
-    answer = await client.chat.completions.create(**ask(**fields))
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert call.function.name == "get_weather"  # type: ignore[union-attr]

@@ -71,10 +71,35 @@ REFUSED = {
     "bias": (sampling(logit_bias={4: -101.0}), "sampling.logit_bias[4]", "-100.0 to 100.0"),
     "NaN bias": (sampling(logit_bias={4: float("nan")}), "sampling.logit_bias[4]", "nan"),
     "logprobs": (sampling(logprobs=21), "sampling.logprobs", "0 to 20"),
-    "constraint": (
-        sampling(constraint=pb.OutputConstraint(regex="a")),
-        "sampling.constraint",
-        "not supported yet",
+    "long regex": (
+        sampling(constraint=pb.OutputConstraint(regex="a" * 5000)),
+        "sampling.constraint.regex",
+        "4096 are allowed",
+    ),
+    "far counting regex": (
+        sampling(constraint=pb.OutputConstraint(regex="a{1,1000000000}")),
+        "sampling.constraint.regex",
+        "at most 1000",
+    ),
+    "schema of no JSON": (
+        sampling(constraint=pb.OutputConstraint(json_schema="{")),
+        "sampling.constraint.json_schema",
+        "is no JSON",
+    ),
+    "deep schema": (
+        sampling(constraint=pb.OutputConstraint(json_schema='{"items":' * 99 + "{}" + "}" * 99)),
+        "sampling.constraint.json_schema",
+        "deeper than 64",
+    ),
+    "far counting schema": (
+        sampling(constraint=pb.OutputConstraint(json_schema='{"multipleOf": 999983}')),
+        "sampling.constraint.json_schema",
+        "multipleOf",
+    ),
+    "endless constraint": (
+        sampling(constraint=pb.OutputConstraint(regex="a"), ignore_eos=True),
+        "sampling.ignore_eos",
+        "nothing may follow",
     ),
     "queue time": (
         text(max_queue_time=Duration(seconds=3601)),

@@ -1,0 +1,221 @@
+"""What must an answer's text be? A format as a request asks for it, and its grammar.
+
+Grammars are llguidance's dialect of Lark. What could cost a worker too much is refused here by
+counts: size, depth, repetitions. The worker that compiles the grammar refuses the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.errors import InvalidArgument
+
+MAX_SCHEMA_CHARS = 64 << 10
+MAX_SCHEMA_DEPTH = 64
+MAX_REGEX_CHARS = 4096
+MAX_REPEATS = 1000
+MAX_MULTIPLE = 10_000
+
+_REPEATS = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
+_WHITESPACE = r"( |\n {0,32})?"
+"""Between the parts of JSON: what writers of JSON put there, and no endless run of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """A format that was accepted.
+
+    Attributes:
+        kind: of `text`.
+        text: a JSON schema, or a regular expression; the whole answer matches it.
+        field: the part of the request that asks for it.
+        is_strict: every keyword of the schema holds; else those that no grammar can express do
+            not.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex"]
+    text: str
+    field: str
+    is_strict: bool = True
+
+    def rule(self) -> str:
+        """The right side of a grammar's rule that matches it.
+
+        Raises:
+            InvalidArgument: it is none, or it is too large.
+        """
+        if self.kind == "regex":
+            return regex_rule(self.text, self.field)
+        return json_rule(self.schema, self.field, is_strict=self.is_strict)
+
+    @property
+    def schema(self) -> Any:
+        """The JSON schema.
+
+        Raises:
+            InvalidArgument: it is none.
+        """
+        if self.kind == "json_object":
+            return {"type": "object"}
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(self.field, f"is no JSON: {error}") from error
+
+
+def format_of(message: pb.OutputConstraint, field: str) -> OutputFormat | None:
+    """The format that a gRPC request asks for; None for any text."""
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return OutputFormat("json_schema", message.json_schema, f"{field}.json_schema")
+        case "regex":
+            return OutputFormat("regex", message.regex, f"{field}.regex")
+        case "json_object" if message.json_object:
+            return OutputFormat("json_object", "", f"{field}.json_object")
+    return None
+
+
+def read_format(given: object, field: str) -> OutputFormat | None:
+    """The format that an HTTP request asks for, in the words of any of its protocols.
+
+    Raises:
+        InvalidArgument: there is no such format.
+    """
+    if not isinstance(given, dict):
+        raise InvalidArgument(field, "must be an object")
+    match given.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return OutputFormat("json_object", "", field)
+        case "regex" if isinstance(given.get("regex"), str):
+            return OutputFormat("regex", given["regex"], f"{field}.regex")
+        case "json_schema":
+            if "schema" in given or "json_schema" not in given:
+                holder, path = given, field
+            else:
+                holder, path = given["json_schema"], f"{field}.json_schema"
+            if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
+                raise InvalidArgument(f"{path}.schema", "must be a JSON schema")
+            is_strict = holder.get("strict") or False
+            if not isinstance(is_strict, bool):
+                raise InvalidArgument(f"{path}.strict", "must be true or false")
+            text = json.dumps(holder["schema"])
+            return OutputFormat("json_schema", text, f"{path}.schema", is_strict)
+    raise InvalidArgument(
+        field, "must be of type text, json_object, json_schema with a schema, or regex with a regex"
+    )
+
+
+def whole_grammar(wanted: OutputFormat) -> str:
+    """The grammar of an answer that is nothing but the format."""
+    return f"start: {wanted.rule()}\n"
+
+
+def json_rule(schema: object, field: str, *, is_strict: bool) -> str:
+    """Matches JSON text by a schema, of which only literal parts and counts are checked here.
+
+    Raises:
+        InvalidArgument: it is none, or it is too large.
+    """
+    check_schema(schema, field)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise InvalidArgument(field, "a JSON schema is an object")
+    options = {
+        "whitespace_pattern": _WHITESPACE,
+        "lenient": not is_strict,
+        "coerce_one_of": not is_strict,
+    }
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def regex_rule(regex: str, field: str) -> str:
+    """Matches a whole text by a regular expression (RE2's syntax: no look-around, no references).
+
+    Raises:
+        InvalidArgument: it is too large.
+    """
+    if len(regex) > MAX_REGEX_CHARS:
+        raise InvalidArgument(field, f"has {len(regex)} characters; {MAX_REGEX_CHARS} are allowed")
+    _check_repeats(regex, field)
+    if not regex:
+        return '""'
+    return "/" + _in_slashes(regex) + "/"
+
+
+def check_schema(schema: object, field: str) -> None:
+    """Refuse a schema that would cost too much.
+
+    Raises:
+        InvalidArgument: it is too large or too deep, or counts too far.
+    """
+    multiple = 1
+    for key, value, depth in _parts(schema):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidArgument(field, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        if key in ("pattern", "patternProperties"):
+            for pattern in [value] if isinstance(value, str) else value or ():
+                if isinstance(pattern, str):
+                    _check_repeats(pattern, f"{field} ({key})")
+        if key == "multipleOf":
+            multiple = math.lcm(multiple, _digits(value))
+            if multiple > MAX_MULTIPLE:
+                raise InvalidArgument(
+                    field,
+                    "the numbers of multipleOf need too many states: the digits of their least "
+                    f"common multiple may count to {MAX_MULTIPLE}",
+                )
+    size = len(json.dumps(schema))
+    if size > MAX_SCHEMA_CHARS:
+        raise InvalidArgument(field, f"has {size} characters; {MAX_SCHEMA_CHARS} are allowed")
+
+
+def _parts(root: object) -> Iterator[tuple[str, Any, int]]:
+    """Key, value and depth of everything in a JSON value; list items have no key."""
+    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    while waiting:
+        key, value, depth = waiting.pop()
+        yield key, value, depth
+        if depth > MAX_SCHEMA_DEPTH:
+            continue
+        if isinstance(value, dict):
+            waiting += [(name, child, depth + 1) for name, child in value.items()]
+        elif isinstance(value, list):
+            waiting += [("", child, depth + 1) for child in value]
+
+
+def _digits(value: object) -> int:
+    """A number's digits without its point: what a machine that divides by it counts to."""
+    try:
+        number = Decimal(str(value)).normalize()
+    except InvalidOperation:
+        return 1
+    if not number.is_finite() or number <= 0:
+        return 1
+    _, digits, exponent = number.as_tuple()
+    if isinstance(exponent, int) and exponent > 6:
+        return MAX_MULTIPLE + 1
+    whole = int("".join(map(str, digits)))
+    return whole * int(10 ** max(0, exponent if isinstance(exponent, int) else 0))
+
+
+def _check_repeats(regex: str, field: str) -> None:
+    for match in _REPEATS.finditer(regex):
+        counts = [count for count in match.groups() if count]
+        if any(len(count) > 9 or int(count) > MAX_REPEATS for count in counts):
+            raise InvalidArgument(field, f"repeats {match[0]}; at most {MAX_REPEATS} are allowed")
+
+
+def _in_slashes(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    escaped = re.sub(r"\\.|/", lambda part: "\\/" if part[0] == "/" else part[0], regex, flags=re.S)
+    return escaped.replace("\n", "\\n").replace("\r", "\\r")
