@@ -39,7 +39,8 @@ SUFFIXES = (".py", ".md")
 QUESTION = "How large is ripresa, and what of it is documentation? Look before you answer."
 TURNS = ("list_files", "count_lines", "none")
 """The `tool_choice` of each turn."""
-MAX_TOKENS = 128
+MAX_CALL_TOKENS, MAX_ANSWER_TOKENS = 400, 64
+"""A random model spells what a call must hold in small pieces."""
 TIMEOUT_S = 120.0
 SHOWN_CHARS = 100
 
@@ -124,7 +125,7 @@ def run_loop(client: Client) -> None:
             tools=DEFINITIONS,
             tool_choice=choice,
             effort="none",
-            max_tokens=MAX_TOKENS,
+            max_tokens=MAX_ANSWER_TOKENS if choice == "none" else MAX_CALL_TOKENS,
             temperature=1.0,
             seed=number,
         ) as stream:

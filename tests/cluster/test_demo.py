@@ -10,7 +10,7 @@ from chat_support import calls_block, encode_output
 from gateway_thread import GatewayThread, gateway_thread
 
 from ripresa.cluster.client import Client
-from ripresa.cluster.demo import MAX_TOKENS, count_lines, list_files, run_loop
+from ripresa.cluster.demo import MAX_CALL_TOKENS, count_lines, list_files, run_loop
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_call_is_a_result(
 def test_a_cut_call_and_none_are_told(
     chatting: GatewayThread, demo: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop(chatting, call("list_files", folder="endless " * MAX_TOKENS), (EOS,), (EOS,))
+    loop(chatting, call("list_files", folder="endless " * MAX_CALL_TOKENS), (EOS,), (EOS,))
     assert capsys.readouterr().out.count("no whole call came") == 2
     assert "error: the call was cut" in demo.decode(chatting.router.seen[1].token_ids)
 
