@@ -448,15 +448,15 @@ class InferenceService:
         try:
             asked = await self.off_loop(read, call)
             prompts = asked.prompts
+            if origin is not None:
+                tickets = origin(asked, start_time).tickets()
+                prompts = tuple(map(_kept_under, prompts, tickets))
             self._check_room(prompts[0].request_id, len(prompts))
             meter = self._charged(prompts, call.tenant)
             self._running[prompts[0].request_id] = len(prompts)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
-        if origin is not None:
-            tickets = origin(asked, start_time).tickets()
-            prompts = tuple(map(_kept_under, prompts, tickets))
         books = CountedBooks(prompts, self.metrics, self._window, self._transfer_backend, meter)
         run = Run(self._router.generate, prompts, books)
         try:
