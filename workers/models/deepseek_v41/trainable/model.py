@@ -297,15 +297,19 @@ class TrainableModel:
         ).indices
         share = gate.gather(-1, picked)
         share = share / (share.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
-        y = self._expert(weights, "ffn.shared_experts", x, None)
-        state.counts.append(torch.bincount(picked.flatten(), minlength=c.n_routed_experts))
-        for expert in range(c.n_routed_experts):
-            rows, place = (picked == expert).nonzero(as_tuple=True)
-            answer = self._expert(
-                weights, f"ffn.experts.{expert}", x.index_select(0, rows), share[rows, place]
-            )
-            y = y.index_add(0, rows, answer)
-        return y
+        counts = torch.bincount(picked.flatten(), minlength=c.n_routed_experts)
+        state.counts.append(counts)
+        order = picked.flatten().argsort(stable=True)
+        rows = order.div(c.num_experts_per_tok, rounding_mode="floor")
+        sizes = counts.tolist()
+        inputs = x.index_select(0, rows).split(sizes)
+        shares = share.flatten().index_select(0, order).split(sizes)
+        answers = [
+            self._expert(weights, f"ffn.experts.{expert}", inputs[expert], shares[expert])
+            for expert in range(c.n_routed_experts)
+        ]
+        shared = self._expert(weights, "ffn.shared_experts", x, None)
+        return shared.index_add(0, rows, torch.cat(answers))
 
     def _expert(self, weights: _Layer, name: str, x: Tensor, share: Tensor | None) -> Tensor:
         limit = self.config.swiglu_limit
