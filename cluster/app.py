@@ -32,6 +32,7 @@ from ripresa.cluster.gateway.deployment import AdminStart, Gateway, GatewayStart
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.progress import progress
 from ripresa.cluster.routing.handles import TargetRouter
+from ripresa.cluster.sessions.store import SessionLink
 from ripresa.workers.cache.cache_events import unheard
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS
 from ripresa.workers.config import EngineConfig
@@ -111,6 +112,9 @@ def build_app(config: ClusterConfig) -> Application:
         ),
         planner=config.planner,
         directory=link,
+        sessions=session_link(config),
+        idle_ttl_s=config.sessions.idle_ttl_s,
+        max_idle_ttl_s=config.sessions.max_idle_ttl_s,
         api_keys_file=gateway.api_keys_file,
         admin=AdminStart(config.admin.host, config.admin.port, config.admin.api_keys_file),
     )
@@ -132,6 +136,11 @@ def directory_link(config: ClusterConfig, window: int) -> DirectoryLink | None:
         claim_s=settings.claim_s,
     )
     return DirectoryLink(limits, settings.shards, settings.lookup_timeout_s)
+
+
+def session_link(config: ClusterConfig) -> SessionLink:
+    """The way to the session store."""
+    return SessionLink(config.sessions.max_bytes)
 
 
 class BuildArgs(BaseModel, extra="forbid"):
@@ -206,12 +215,14 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
         try:
             if link is not None:
                 link.start()
+            session_link(config).start()
             _run(application)
             yield LocalCluster(config)
             serve.delete(APP_NAME)
         finally:
             if link is not None:
                 link.stop()
+            session_link(config).stop()
     finally:
         if not ray_settings.address:
             serve.shutdown()

@@ -246,6 +246,22 @@ class PrefixDirectorySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Opened sessions, whose transcripts the cluster keeps.
+
+    Attributes:
+        max_bytes: memory of all transcripts, about; those that would expire first make room.
+        idle_ttl_s: a session expires when nothing was asked of it for so many seconds, unless it
+            names its own time.
+        max_idle_ttl_s: the longest that one may name.
+    """
+
+    max_bytes: int = setting(1 << 30, at_least=1 << 20)
+    idle_ttl_s: float = setting(3600.0, at_least=1)
+    max_idle_ttl_s: float = setting(86400.0, at_least=1)
+
+
+@dataclass(frozen=True, slots=True)
 class RaySettings:
     """The Ray cluster below.
 
@@ -299,6 +315,7 @@ class ClusterConfig:
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     directory: PrefixDirectorySettings = field(default_factory=PrefixDirectorySettings)
+    sessions: SessionSettings = field(default_factory=SessionSettings)
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     numerics: Numerics = Numerics.FAST

@@ -44,10 +44,10 @@ def chat_body(request: pb.ChatRequest) -> Json:
     """
     match request.WhichOneof("conversation"):
         case None:
-            raise InvalidArgument("conversation", "give the messages as `full`")
+            raise InvalidArgument("conversation", "give the messages as `full` or as a `turn`")
         case "turn":
             raise InvalidArgument(
-                "turn", "sessions are not supported yet; send the whole conversation as `full`"
+                "turn", "no sessions are kept here; send the whole conversation as `full`"
             )
     body = conversation_body(request.full, "full")
     if request.HasField("tool_choice"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ripresa.cluster.gateway.chat_constraint import constraint_of
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol
 from ripresa.cluster.gateway.prefix_breaks import Outline, outline_of
-from ripresa.cluster.gateway.said_turns import OpenTurn, SaidTurns, SplicedPrompt, splice
+from ripresa.cluster.gateway.said_turns import OpenTurn, Said, SplicedPrompt, splice
 from ripresa.cluster.gateway.sampling import (
     AskedSampling,
     Name,
@@ -56,7 +56,7 @@ class ChatReader:
     encoding: ChatEncoding
     model: ServedModel
     tokenizer: Tokenizer
-    said: SaidTurns
+    said: Said
 
     def read(
         self,

@@ -26,6 +26,7 @@ from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerCare, RayWo
 from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
+from ripresa.cluster.sessions.store import SessionLink
 from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import TailVariant
@@ -78,6 +79,9 @@ class GatewayStart:
     anchor_interval: int
     planner: PlannerSettings
     directory: DirectoryLink | None
+    sessions: SessionLink
+    idle_ttl_s: float
+    max_idle_ttl_s: float
     api_keys_file: str | None
     admin: AdminStart
 
@@ -142,6 +146,11 @@ class Gateway:
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
             keys=keys,
+        )
+        self.service.keep_sessions(
+            await start.sessions.store(),
+            idle_ttl_s=start.idle_ttl_s,
+            max_idle_ttl_s=start.max_idle_ttl_s,
         )
         await self.service.follow_keys()
         self._grpc = GrpcServer(

@@ -30,6 +30,7 @@ from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 log = logging.getLogger(__name__)
 
 INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"]
+SESSIONS = pb.DESCRIPTOR.services_by_name["Sessions"]
 ADMIN = pb.DESCRIPTOR.services_by_name["Admin"]
 """Served on another port (`admin_server.py`)."""
 HEALTH_NAMES = (health.OVERALL_HEALTH, INFERENCE.full_name)
@@ -94,7 +95,12 @@ class GrpcServer:
             self._server.add_generic_rpc_handlers((handlers,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if serve_reflection:
-            names = (INFERENCE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (
+                INFERENCE.full_name,
+                SESSIONS.full_name,
+                health.SERVICE_NAME,
+                reflection.SERVICE_NAME,
+            )
             reflection.enable_server_reflection(names, self._server)
 
     @property
@@ -182,6 +188,10 @@ def _service_handlers(
         streaming["Generate"] = service.generate
         streaming["Chat"] = service.chat
         streaming["Resume"] = service.resume
+    if descriptor is SESSIONS and service.sessions is not None:
+        unary["OpenSession"] = service.sessions.open
+        unary["GetSession"] = service.sessions.get
+        unary["CloseSession"] = service.sessions.close
     return method_handlers(descriptor, unary, streaming, service.authenticate, max_message_bytes)
 
 

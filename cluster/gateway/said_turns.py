@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
+from typing import Protocol
 
 from ripresa.cluster.gateway.chat_encoding import (
     ASSISTANT,
@@ -26,6 +27,13 @@ from ripresa.cluster.gateway.chat_encoding import (
 
 _NUM_HEADER_TOKENS = 2
 """`<｜Assistant｜>`, and the token that opens or closes the reasoning."""
+
+
+class Said(Protocol):
+    """Where answers are found as the model said them."""
+
+    def find(self, key: bytes) -> Sequence[int] | None:
+        """The token ids of an answer, its end of sentence included."""
 
 
 class SaidTurns:
@@ -119,9 +127,7 @@ class SplicedPrompt:
     open_turn: OpenTurn | None
 
 
-def splice(
-    encoding: ChatEncoding, prompt: Prompt, said: SaidTurns | None, salt: bytes
-) -> SplicedPrompt:
+def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: bytes) -> SplicedPrompt:
     """Encode a prompt, earlier answers as the model said them where that is known.
 
     Args:

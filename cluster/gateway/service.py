@@ -10,10 +10,10 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Never, TypeVar
 from typing import Protocol as TypingProtocol
-from typing import TypeVar
 
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
@@ -28,12 +28,19 @@ from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import CountedBooks, ResumedBooks, Run
 from ripresa.cluster.gateway.said_turns import SaidTurns, what_is_said
-from ripresa.cluster.gateway.sampling import asked_by, in_message
+from ripresa.cluster.gateway.sampling import AskedSampling, asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
     check_model,
     check_text_fits,
     check_token_ids,
+)
+from ripresa.cluster.gateway.sessions import (
+    HeardAnswers,
+    Sessions,
+    SessionSaid,
+    SessionTurn,
+    TurnPlace,
 )
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.stream_facts import StreamFacts, build
@@ -56,10 +63,11 @@ from ripresa.cluster.gateway.validation import (
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prompt import Hold, PromptRequest, Router, RouterEvent
+from ripresa.cluster.sessions.store import SessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import StreamTicket
+from ripresa.workers.request import Finished, StreamTicket, Tokens
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -99,6 +107,9 @@ class InferenceService:
         tokenizer_threads: most calls that tokenize at once; further ones queue.
         keys: who the tenants are; None takes every request, of no tenant.
         clock: monotonic seconds.
+
+    Attributes:
+        sessions: opened conversations; None refuses their turns.
     """
 
     def __init__(
@@ -139,6 +150,7 @@ class InferenceService:
         self._running: dict[str, int] = {}
         self._draining = False
         self._keys = keys
+        self.sessions: Sessions | None = None
         self._quotas = None if keys is None else Quotas(keys.tenants, metrics, clock)
 
     @property
@@ -217,25 +229,83 @@ class InferenceService:
         Raises:
             RipresaError: the request is refused or failed; nothing follows.
         """
+        arrival, heard = self.arrival(call), HeardAnswers()
+        turn: SessionTurn | None = None
+        if request.HasField("turn") and self.sessions is not None:
+            check_model(request.options.model, self.model, "options.model")
+            turn = await self.sessions.turn(request, call)
+        asked_for = request if turn is None else turn.request
+        place = None if turn is None else turn.place
         reader = self.chat_reader()
-        arrival = self.arrival(call)
+        if turn is not None:
+            reader = replace(reader, said=SessionSaid(turn.said, self._said))
 
         def read() -> AskedChat:
-            options = request.options
+            options = asked_for.options
             check_request_id(options.request_id, "options.request_id")
             check_model(options.model, self.model, "options.model")
-            asked = asked_by(request.sampling)
-            body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
+            asked = asked_by(asked_for.sampling)
+            body, protocol = chat_body(asked_for), Protocol.CHAT_COMPLETIONS
             return reader.read(body, protocol, options, asked, arrival, in_message)
 
         def origin(asked: AskedChat, start_time: float) -> StreamOrigin:
-            return StreamOrigin.of(request, asked.prompts, call, start_time, asked.open_turn)
+            turn = asked.open_turn
+            return StreamOrigin.of(asked_for, asked.prompts, call, start_time, turn, place)
 
-        tell = partial(self._chat_teller, request.return_token_ids)
+        tell = partial(self._chat_teller, request.return_token_ids, heard)
         stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
-        async with aclosing(stream) as responses:
+        async with aclosing(self._kept(stream, place, heard)) as responses:
             async for response in responses:
                 yield response
+
+    def _kept(
+        self,
+        messages: AsyncGenerator[pb.ChatResponse],
+        place: TurnPlace | None,
+        heard: HeardAnswers,
+    ) -> AsyncGenerator[pb.ChatResponse]:
+        """The messages; those of a session's turn are kept in its transcript."""
+        if place is None or self.sessions is None:
+            return messages
+        return self.sessions.kept(messages, place, heard)
+
+    async def read_head(
+        self, conversation: pb.FullConversation, cache_salt: str, call: Call
+    ) -> SessionOpening:
+        """The beginning of a session's conversation, checked.
+
+        Raises:
+            RipresaError: it is no such beginning.
+        """
+        options = pb.RequestOptions(cache_salt=cache_salt)
+        sampling = AskedSampling(max_tokens=1, temperature=0.0)
+        # Its id is of no client's: the space is in none that one can send.
+        arrival = replace(self.arrival(call), request_id=f"head {uuid.uuid4().hex}")
+        reader = self.chat_reader()
+        whole = pb.FullConversation()
+        whole.CopyFrom(conversation)
+        whole.messages.add(role=pb.ROLE_USER)
+
+        def read() -> AskedChat:
+            body, protocol = conversation_body(whole, "session"), Protocol.CHAT_COMPLETIONS
+            return reader.read(body, protocol, options, sampling, arrival, in_message)
+
+        asked = await self.off_loop(read, call)
+        return SessionOpening(self, asked, call)
+
+    async def prefetch(self, asked: AskedChat, call: Call) -> None:
+        """Compute a prompt, and nothing of its answer that anybody hears of.
+
+        Raises:
+            RipresaError: it is refused or failed.
+        """
+
+        def tell(asked: AskedChat, facts: StreamFacts) -> Silence:
+            return Silence()
+
+        async with aclosing(self.stream(lambda: asked, tell, call)) as messages:
+            async for _ in messages:
+                pass
 
     async def resume(
         self, request: pb.ResumeRequest, call: Call
@@ -259,8 +329,10 @@ class InferenceService:
                         yield pb.ResumeResponse(generate=text)
             else:
                 asked = await self.off_loop(partial(self._reread, origin.request, resumed), call)
-                tell_chat = partial(self._chat_teller, origin.request.return_token_ids, asked)
-                stream = self._resumed(request, resumed, tell_chat, PROMPT_ENCODING)
+                heard = HeardAnswers()
+                return_token_ids = origin.request.return_token_ids
+                tell_chat = partial(self._chat_teller, return_token_ids, heard, asked)
+                stream = self._resumed(request, resumed, tell_chat, PROMPT_ENCODING, heard)
                 async with aclosing(stream) as chats:
                     async for chat in chats:
                         yield pb.ResumeResponse(chat=chat)
@@ -298,6 +370,7 @@ class InferenceService:
         resumed: ResumedRequest,
         tell: Callable[[StreamFacts], Teller[R]],
         encoding: str,
+        heard: HeardAnswers | None = None,
     ) -> AsyncGenerator[R]:
         """The stream's messages from `next_sequence` on."""
         prompts = resumed.prompts
@@ -335,7 +408,10 @@ class InferenceService:
                 start_time=resumed.origin.start_time,
             )
             run = Run(follow, prompts, ResumedBooks(caught_up))
-            async with aclosing(told(run, facts, tell(facts))) as messages:
+            stream: AsyncGenerator[Any] = told(run, facts, tell(facts))
+            if heard is not None:
+                stream = self._kept(stream, resumed.origin.place, heard)
+            async with aclosing(stream) as messages:
                 async for message in messages:
                     num_told = message.sequence + 1
                     if message.sequence >= request.next_sequence:
@@ -350,11 +426,11 @@ class InferenceService:
         return Responses(facts, asked, self.tokenizer, return_token_ids=return_token_ids)
 
     def _chat_teller(
-        self, return_token_ids: bool, asked: AskedChat, facts: StreamFacts
+        self, return_token_ids: bool, heard: HeardAnswers, asked: AskedChat, facts: StreamFacts
     ) -> Teller[pb.ChatResponse]:
         answers = self.answers(asked)
         teller = ChatResponses(facts, answers, return_token_ids=return_token_ids)
-        return self.keeping(teller, asked)
+        return self.keeping(teller, asked, heard)
 
     def answers(self, asked: AskedChat) -> list[ChatAnswer]:
         """One for each choice of a chat, to be fed with its tokens."""
@@ -368,7 +444,9 @@ class InferenceService:
             for _ in asked.prompts
         ]
 
-    def keeping(self, teller: Teller[M], asked: AskedChat) -> Teller[M]:
+    def keeping(
+        self, teller: Teller[M], asked: AskedChat, heard: HeardAnswers | None = None
+    ) -> Teller[M]:
         """The teller of a chat that begins, and what the conversation's next turn will need.
 
         What the model says is kept, and workers hear of the tools that it calls.
@@ -383,7 +461,10 @@ class InferenceService:
         end_of_reasoning_id = self.chat_reader().encoding.end_of_reasoning_id
 
         def keep(choice: int, said: Turn, token_ids: Sequence[int]) -> None:
-            self._said.keep(turn.key(said), token_ids)
+            key = turn.key(said)
+            self._said.keep(key, token_ids)
+            if heard is not None:
+                heard.answers[choice] = (key, token_ids)
             if outline is not None and known is not None:
                 marks = turn_marks(
                     outline.last or b"",
@@ -480,6 +561,19 @@ class InferenceService:
             del self._running[prompts[0].request_id]
             if meter is not None:
                 meter.close()
+
+    def keep_sessions(
+        self, store: SessionStore, *, idle_ttl_s: float = 3600.0, max_idle_ttl_s: float = 86400.0
+    ) -> None:
+        """Serve opened sessions; the store has their transcripts."""
+        self.sessions = Sessions(
+            store,
+            self.model,
+            self.read_head,
+            self._router.end_session,
+            idle_ttl_s=idle_ttl_s,
+            max_idle_ttl_s=max_idle_ttl_s,
+        )
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         if not request.request_id:
@@ -592,6 +686,37 @@ class InferenceService:
             return None
         num_tokens = len(prompts[0].token_ids)
         return self._quotas.admit(tenant, self.model.name, len(prompts), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpening:
+    """The beginning of a session's conversation, which is fine; a `Head`."""
+
+    service: InferenceService
+    asked: AskedChat
+    call: Call
+
+    async def prefetch(self) -> None:
+        await self.service.prefetch(self.asked, self.call)
+
+
+class Silence:
+    """A `Teller` that tells nothing."""
+
+    def started(self) -> tuple[Never, ...]:
+        return ()
+
+    def deltas(self, choice: int, tokens: Tokens) -> tuple[Never, ...]:
+        return ()
+
+    def is_stopped(self, choice: int) -> bool:
+        return False
+
+    def stopped(self, choice: int) -> tuple[Never, ...]:
+        return ()
+
+    def finished(self, choice: int, finished: Finished) -> tuple[Never, ...]:
+        return ()
 
 
 def _kept_under(prompt: PromptRequest, ticket: StreamTicket) -> PromptRequest:

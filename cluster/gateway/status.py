@@ -107,6 +107,8 @@ class RequestError(RipresaError):
         metadata: `ErrorInfo.metadata`: at most `MAX_METADATA_ENTRIES` numbers that a client may
             act on.
         quota_subject: whose quota is used up; None where it is no quota.
+        resource: type and name of what was not found.
+        precondition: whose state is not as the request needs it.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class RequestError(RipresaError):
         retry_after_s: float | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
         quota_subject: str | None = None,
+        resource: tuple[str, str] | None = None,
+        precondition: str | None = None,
     ) -> None:
         if len(metadata) > MAX_METADATA_ENTRIES:
             raise ValueError(f"a status has room for {MAX_METADATA_ENTRIES} metadata entries")
@@ -126,6 +130,8 @@ class RequestError(RipresaError):
         self.reason = reason
         self.metadata = metadata
         self.quota_subject = quota_subject
+        self.resource = resource
+        self.precondition = precondition
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a RequestError stays in the gateway process")
@@ -151,6 +157,19 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
             subject=shorten(error.quota_subject, MAX_NAME_BYTES), description=shorten(error.message)
         )
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    if isinstance(error, RequestError) and error.resource is not None:
+        kind, name = error.resource
+        resource = error_details_pb2.ResourceInfo(
+            resource_type=kind, resource_name=shorten(name, MAX_NAME_BYTES)
+        )
+        details.append(resource)
+    if isinstance(error, RequestError) and error.precondition is not None:
+        failed = error_details_pb2.PreconditionFailure.Violation(
+            type=error.reason,
+            subject=shorten(error.precondition, MAX_NAME_BYTES),
+            description=shorten(error.message),
+        )
+        details.append(error_details_pb2.PreconditionFailure(violations=[failed]))
     if error.retry_after_s is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.said_turns import OpenTurn
+from ripresa.cluster.gateway.sessions import TurnPlace
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
@@ -35,6 +37,7 @@ class StreamOrigin:
         start_time: when it arrived, in seconds since the epoch.
         tenant: who alone may go on with it; empty where there are no tenants.
         open_turn: what its answer is kept by; None to keep none.
+        place: where its turn will stand in a session; None for a request of no session.
     """
 
     request: Request
@@ -43,6 +46,7 @@ class StreamOrigin:
     start_time: float
     tenant: str
     open_turn: OpenTurn | None = None
+    place: TurnPlace | None = None
 
     @classmethod
     def of(
@@ -52,16 +56,17 @@ class StreamOrigin:
         call: Call,
         start_time: float,
         open_turn: OpenTurn | None = None,
+        place: TurnPlace | None = None,
     ) -> StreamOrigin:
         empty = tuple(replace(prompt, token_ids=()) for prompt in prompts)
         lean = _without_texts(request)
-        return cls(lean, empty, call.request_id, start_time, call.tenant, open_turn)
+        return cls(lean, empty, call.request_id, start_time, call.tenant, open_turn, place)
 
     def tickets(self) -> tuple[StreamTicket, ...]:
         """A new stream, one ticket for each choice."""
         stream_id = secrets.token_urlsafe(16)
         # The first choice is the one that is looked for.
-        origins = (pickle.dumps(self), *(b"" for _ in self.prompts[1:]))
+        origins = (zlib.compress(pickle.dumps(self), 1), *(b"" for _ in self.prompts[1:]))
         return tuple(StreamTicket(stream_id, k, origin) for k, origin in enumerate(origins))
 
 
@@ -75,7 +80,7 @@ class ResumedRequest:
 
 def resumed_request(kept: KeptPrompt) -> ResumedRequest:
     """The request of a stream that a worker keeps."""
-    origin = pickle.loads(kept.ticket.origin)
+    origin = pickle.loads(zlib.decompress(kept.ticket.origin))
     assert isinstance(origin, StreamOrigin)
     first = kept.ticket
     prompts = tuple(
@@ -115,7 +120,7 @@ def _without_texts(request: Request) -> Request:
         return text
     chat = pb.ChatRequest()
     chat.CopyFrom(request)
-    for message in chat.full.messages if chat.HasField("full") else chat.turn.messages:
+    for message in chat.full.messages:
         message.content = ""
         message.reasoning_content = ""
         for call in message.tool_calls:

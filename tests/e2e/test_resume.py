@@ -1,4 +1,4 @@
-"""Does a stream survive its gateway, and what happens to it when its worker dies too?"""
+"""Do streams and sessions survive their gateways and workers, one after the other?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from served_cluster import ServedCluster, Stream, kill
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.client import Client
+from ripresa.cluster.client.policy import CHANNEL_OPTIONS
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub, SessionsStub
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def test_a_stream_goes_on_from_another_gateway(
     stream = resumable.open(question)
     stream.read(5)
     resumable.kill_gateway_of(stream)
-    assert 5 < len(stream.answer.token_ids) < 250
+    assert 5 <= len(stream.answer.token_ids) < 250
     assert resumable.resume(stream).end().tokens == reference.answer(question)
 
 
@@ -89,3 +92,46 @@ def test_a_stream_that_lost_gateway_and_worker_says_so(
     answer = resumable.resume(stream).end()
     assert answer.code is grpc.StatusCode.UNAVAILABLE
     assert "send the request again" in answer.details
+
+
+def say(resumable: ServedCluster, parent: str, text: str) -> tuple[pb.Started, pb.Finished]:
+    """One turn of the session, said to whichever gateway answers."""
+    request = pb.ChatRequest(
+        options=pb.RequestOptions(session_id="lasting"),
+        turn=pb.SessionTurn(
+            parent_turn_id=parent, messages=[pb.Message(role=pb.ROLE_USER, content=text)]
+        ),
+        sampling=pb.SamplingParams(max_tokens=8, temperature=0.0),
+    )
+    with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+        call = InferenceStub(channel).Chat(request, timeout=120, wait_for_ready=True)
+        messages = list(call)
+    assert messages[-1].HasField("completed")
+    (finished,) = (message.finished for message in messages if message.HasField("finished"))
+    return messages[0].started, finished
+
+
+def test_a_session_outlives_its_worker_and_its_gateways(resumable: ServedCluster) -> None:
+    opening = pb.OpenSessionRequest(
+        session_id="lasting",
+        preamble=[pb.Message(role=pb.ROLE_SYSTEM, content="You are terse. " * 100)],
+    )
+    sessions = SessionsStub(resumable.channel)
+    sessions.OpenSession(opening, timeout=120, wait_for_ready=True)
+    started, first = say(resumable, "", "One?")
+    # The head was computed when the session opened.
+    assert started.cached_tokens > started.prompt_tokens // 2
+    kill(resumable.listed()[started.worker_id])
+    started, second = say(resumable, first.turn_id, "Two?")
+    resumable.kill_replicas(GATEWAY)
+    again, third = say(resumable, second.turn_id, "Three?")
+    assert again.prompt_tokens > started.prompt_tokens
+    with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+        sessions = SessionsStub(channel)
+        named = pb.GetSessionRequest(session_id="lasting")
+        session = sessions.GetSession(named, timeout=60, wait_for_ready=True)
+        assert session.head_turn_id == third.turn_id
+        sessions.CloseSession(pb.CloseSessionRequest(session_id="lasting"), timeout=60)
+        with pytest.raises(grpc.RpcError) as caught:
+            sessions.GetSession(named, timeout=60)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND

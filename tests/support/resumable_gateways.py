@@ -6,7 +6,7 @@ written down. Only the network is missing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,8 @@ from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.cluster.routing.prompt import PromptRequest, RouterEvent
+from ripresa.cluster.sessions.store import LocalSessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.models.base import StepOutput
 from ripresa.workers.scheduling.step_plan import StepPlan
@@ -35,24 +37,29 @@ class WrittenAnswers:
     """Puts written tokens in the place of what machines sample; the next one wherever it runs.
 
     Args:
-        answers: the tokens of each seed's answer.
+        answers: the tokens of each seed's answer; others are of one token, again and again.
     """
 
     def __init__(self, answers: Mapping[int, Sequence[int]]) -> None:
         self._answers = answers
         self._begun_at: dict[int, int] = {}
 
+    def begin(self, prompt: PromptRequest) -> None:
+        """The next answer to this seed is one to this prompt."""
+        self._begun_at[prompt.sampling.seed] = len(prompt.token_ids)
+
     def give(self, machine: HashMachine) -> None:
         execute = machine.execute
 
-        def written(plan: StepPlan, inbound: Any = None) -> StepOutput:
-            output = execute(plan, inbound)
+        def written(plan: StepPlan, *more: Any) -> StepOutput:
+            output = execute(plan, *more)
             for step in plan.sequences:
                 if step.slot in output.sampled and step.sampling is not None:
                     seed = step.sampling.seed
+                    answer = self._answers.get(seed)
                     begun_at = self._begun_at.setdefault(seed, step.decoder_stop)
-                    answer = self._answers[seed]
-                    output.sampled[step.slot] = answer[step.decoder_stop - begun_at]
+                    place = step.decoder_stop - begun_at
+                    output.sampled[step.slot] = 40 if answer is None else answer[place]
             return output
 
         machine.execute = written  # type: ignore[method-assign]
@@ -109,17 +116,32 @@ class TestGateway:
 
 
 class Gateways:
-    """Gateways over one set of workers."""
+    """Gateways over one set of workers, and one store of sessions.
 
-    def __init__(self, cluster: RoutedCluster) -> None:
+    Attributes:
+        asked: what routers were asked to run, in order.
+    """
+
+    def __init__(self, cluster: RoutedCluster, written: WrittenAnswers) -> None:
         self.cluster = cluster
+        self.asked: list[PromptRequest] = []
+        self._written = written
         self._tokenizer, self._encoding = _demo()
         self._model = ServedModel("demo", 2048, self._tokenizer.num_ids, 1, "ab12")
         self._services: list[InferenceService] = []
+        self.store = LocalSessionStore()
 
     def another(self) -> TestGateway:
         """A new gateway."""
         calls, router = self.cluster.gateway()
+        run = router.generate
+
+        def generate(prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
+            self.asked.append(prompt)
+            self._written.begin(prompt)
+            return run(prompt)
+
+        router.generate = generate  # type: ignore[method-assign]
         service = InferenceService(
             router,
             self._model,
@@ -128,6 +150,7 @@ class Gateways:
             encoding=self._encoding,
             window=8,
         )
+        service.keep_sessions(self.store)
         self._services.append(service)
         return TestGateway(service, calls)
 
@@ -168,7 +191,7 @@ async def resumable_gateways(
     ) as cluster:
         for worker in cluster.workers_by_id.values():
             written.give(worker.machine)
-        gateways = Gateways(cluster)
+        gateways = Gateways(cluster, written)
         yield gateways
         await gateways.idle()
         gateways.close()

@@ -72,7 +72,7 @@ async def test_unary_refusals(stub: Any, method: str, request_: Any, code: str, 
     assert (caught.value.details() or "").startswith(words)
 
 
-async def test_services_of_later_versions_say_so(channel: grpc.aio.Channel) -> None:
+async def test_a_gateway_that_keeps_no_sessions_says_so(channel: grpc.aio.Channel) -> None:
     calls = (ripresa_pb2_grpc.SessionsStub(channel).OpenSession(pb.OpenSessionRequest()),)
     for call in calls:
         with pytest.raises(grpc.aio.AioRpcError, match="not served by this version yet") as caught:

@@ -1,0 +1,323 @@
+"""How do clients keep a conversation on the server? Opened sessions, and their turns.
+
+A session's transcript is the truth: messages, and each answer's tokens as the model said them. What
+workers keep of it is a cache. A turn is an ordinary chat whose earlier messages come from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf.duration_pb2 import Duration
+
+from ripresa.cluster.gateway.call import Call
+from ripresa.cluster.gateway.chat_messages import conversation_body
+from ripresa.cluster.gateway.said_turns import Said
+from ripresa.cluster.gateway.served_model import ServedModel, check_model
+from ripresa.cluster.gateway.status import RequestError
+from ripresa.cluster.gateway.validation import check_name, tenant_salt
+from ripresa.cluster.sessions.books import (
+    Key,
+    Refusal,
+    SessionFacts,
+    SessionHead,
+    TurnRecord,
+)
+from ripresa.cluster.sessions.store import SessionStore
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
+
+log = logging.getLogger(__name__)
+
+
+class Head(Protocol):
+    """The beginning of a conversation, which is fine."""
+
+    async def prefetch(self) -> None:
+        """Compute it, so that the first turn finds it."""
+
+
+ReadHead = Callable[[pb.FullConversation, str, Call], Awaitable[Head]]
+"""Checks the beginning of a conversation, for a client's salt; raises RipresaError."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSaid:
+    """The answers of one transcript, and behind them those of all conversations."""
+
+    own: Mapping[bytes, Sequence[int]]
+    others: Said
+
+    def find(self, key: bytes) -> Sequence[int] | None:
+        found = self.own.get(key)
+        return self.others.find(key) if found is None else found
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlace:
+    """Where a turn will stand in its session; travels with the stream.
+
+    Attributes:
+        name: of the turn, but for the choice.
+        messages: what the client added.
+    """
+
+    key: Key
+    parent_id: str
+    name: str
+    messages: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """A turn that begins.
+
+    Attributes:
+        request: the same as a chat with its whole conversation.
+        said: earlier answers by what finds them.
+    """
+
+    request: pb.ChatRequest
+    place: TurnPlace
+    said: Mapping[bytes, Sequence[int]]
+
+
+@dataclass(slots=True)
+class HeardAnswers:
+    """What the model said in a turn, by choice: what it is found by, and its tokens."""
+
+    answers: dict[int, tuple[bytes, Sequence[int]]] = field(default_factory=dict)
+
+
+class Sessions:
+    """The Sessions service of one gateway.
+
+    Args:
+        store: where transcripts are kept.
+        read_head: called for every session that is opened.
+        end_session: workers let a session's state go; takes the salt and the session's id.
+        idle_ttl_s: of sessions that name none; the longest is `max_idle_ttl_s`.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        model: ServedModel,
+        read_head: ReadHead,
+        end_session: Callable[[bytes, str], Awaitable[None]],
+        *,
+        idle_ttl_s: float = 3600.0,
+        max_idle_ttl_s: float = 86400.0,
+    ) -> None:
+        self._store = store
+        self._model = model
+        self._read_head = read_head
+        self._end_session = end_session
+        self._idle_ttl_s = idle_ttl_s
+        self._max_idle_ttl_s = max_idle_ttl_s
+
+    async def open(self, request: pb.OpenSessionRequest, call: Call) -> pb.Session:
+        """Open a session and compute its head, or find the same one opened before.
+
+        Raises:
+            RipresaError: INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED, UNAVAILABLE.
+        """
+        check_model(request.model, self._model, "model")
+        check_name(request.session_id, "session_id")
+        check_name(request.cache_salt, "cache_salt")
+        conversation = pb.FullConversation(config=request.config, messages=request.preamble)
+        try:
+            read = await self._read_head(conversation, request.cache_salt, call)
+        except InvalidArgument as error:
+            # The same parts have other names in a whole conversation.
+            field = (error.field or "").replace("session.messages", "preamble")
+            raise InvalidArgument(field.removeprefix("session."), error.message) from error
+        session_id = request.session_id or secrets.token_urlsafe(16)
+        head = SessionHead(
+            self._model.name,
+            request.cache_salt,
+            conversation.SerializeToString(deterministic=True),
+            self._ttl(request.idle_ttl if request.HasField("idle_ttl") else None),
+        )
+        facts = await self._store.open((call.tenant, session_id), head)
+        if isinstance(facts, Refusal):
+            raise refused(facts, session_id)
+        if facts.head_turn is None:
+            try:
+                await read.prefetch()
+            except RipresaError as error:
+                log.warning("the head of a session was not computed ahead: %s", error)
+        return _session(session_id, facts)
+
+    async def get(self, request: pb.GetSessionRequest, call: Call) -> pb.Session:
+        """Raises RipresaError: NOT_FOUND, FAILED_PRECONDITION (expired), UNAVAILABLE."""
+        facts = await self._store.get((call.tenant, request.session_id))
+        if isinstance(facts, Refusal):
+            raise refused(facts, request.session_id)
+        return _session(request.session_id, facts)
+
+    async def close(self, request: pb.CloseSessionRequest, call: Call) -> pb.CloseSessionResponse:
+        """Forget a session, here and on the workers.
+
+        Raises RipresaError: NOT_FOUND, FAILED_PRECONDITION (expired), UNAVAILABLE.
+        """
+        head = await self._store.close((call.tenant, request.session_id))
+        if isinstance(head, Refusal):
+            raise refused(head, request.session_id)
+        await self._end_session(tenant_salt(call.tenant, head.cache_salt), request.session_id)
+        return pb.CloseSessionResponse()
+
+    async def turn(self, request: pb.ChatRequest, call: Call) -> SessionTurn:
+        """What a turn asks, its conversation put together.
+
+        Raises:
+            RipresaError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, UNAVAILABLE.
+        """
+        options, asked = request.options, request.turn
+        session_id = options.session_id
+        if not session_id:
+            raise InvalidArgument("options.session_id", "name the opened session of this turn")
+        if not asked.messages:
+            raise InvalidArgument("turn.messages", "a turn adds at least one message")
+        conversation_body(pb.FullConversation(messages=asked.messages), "turn")
+        key = (call.tenant, session_id)
+        path = await self._store.path(key, asked.parent_turn_id)
+        if isinstance(path, Refusal):
+            raise refused(path, session_id, asked.parent_turn_id)
+        for name, own in (("model", path.head.model), ("cache_salt", path.head.cache_salt)):
+            if getattr(options, name) not in ("", own):
+                raise _mismatch(session_id, f"options.{name}")
+        whole = pb.ChatRequest()
+        whole.CopyFrom(request)
+        whole.options.cache_salt = path.head.cache_salt
+        whole.full.CopyFrom(pb.FullConversation.FromString(path.head.conversation))
+        for record in path.turns:
+            whole.full.messages.extend(pb.FullConversation.FromString(record.messages).messages)
+        whole.full.messages.extend(asked.messages)
+        said = {record.said_key: array("I", record.said) for record in path.turns if record.said}
+        added = pb.FullConversation(messages=asked.messages).SerializeToString()
+        place = TurnPlace(key, asked.parent_turn_id, secrets.token_urlsafe(12), added)
+        return SessionTurn(whole, place, said)
+
+    async def kept(
+        self,
+        messages: AsyncGenerator[pb.ChatResponse],
+        place: TurnPlace,
+        heard: HeardAnswers,
+    ) -> AsyncGenerator[pb.ChatResponse]:
+        """The messages of a turn; each answer is in the transcript before its `finished` is told.
+
+        Raises:
+            RipresaError: the transcript cannot take it; or as the messages do.
+        """
+        started = pb.Started()
+        async with aclosing(messages):
+            async for message in messages:
+                if message.HasField("started"):
+                    started = message.started
+                elif message.HasField("finished"):
+                    await self._keep(message.finished, started, place, heard)
+                yield message
+
+    async def _keep(
+        self, finished: pb.Finished, started: pb.Started, place: TurnPlace, heard: HeardAnswers
+    ) -> None:
+        turn_id = f"{place.name}.{finished.choice}"
+        messages = pb.FullConversation.FromString(place.messages)
+        messages.messages.append(finished.message)
+        said_key, said = heard.answers.get(finished.choice, (b"", ()))
+        record = TurnRecord(
+            turn_id,
+            place.parent_id,
+            messages.SerializeToString(),
+            said_key,
+            array("I", said).tobytes(),
+            started.prompt_tokens + len(said),
+            started.worker_id,
+        )
+        refusal = await self._store.append(place.key, record)
+        if refusal is not None:
+            raise refused(refusal, place.key[1], place.parent_id)
+        finished.turn_id = turn_id
+
+    def _ttl(self, asked: Duration | None) -> float:
+        if asked is None:
+            return self._idle_ttl_s
+        ttl_s = asked.ToNanoseconds() / 1e9
+        if not 0 < ttl_s <= self._max_idle_ttl_s:
+            raise InvalidArgument(
+                "idle_ttl",
+                f"must be above 0 and at most {self._max_idle_ttl_s:g} s (sessions.max_idle_ttl_s)",
+            )
+        return ttl_s
+
+
+def refused(refusal: Refusal, session_id: str, turn_id: str = "") -> RequestError:
+    """What a client is told."""
+    match refusal:
+        case Refusal.SESSION_NOT_FOUND:
+            return RequestError(
+                ErrorCode.NOT_FOUND,
+                refusal,
+                "no such session is open; open it, or send the whole conversation as `full`",
+                resource=("session", session_id),
+            )
+        case Refusal.TURN_NOT_FOUND:
+            return RequestError(
+                ErrorCode.NOT_FOUND,
+                refusal,
+                "the session has no such turn; give the `turn_id` of one of its answers, or none "
+                "for its root",
+                resource=("turn", turn_id),
+            )
+        case Refusal.SESSION_EXPIRED:
+            return RequestError(
+                ErrorCode.FAILED_PRECONDITION,
+                refusal,
+                "the session was idle for too long, or had to make room; open it anew, or send the "
+                "whole conversation as `full`",
+                precondition=session_id,
+            )
+        case Refusal.SESSION_EXISTS:
+            return RequestError(
+                ErrorCode.ALREADY_EXISTS,
+                refusal,
+                "a session with this id and another configuration is open; close it, or take "
+                "another id",
+                field="session_id",
+            )
+        case Refusal.SESSION_TOO_LARGE:
+            return RequestError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                refusal,
+                "the session takes more than all sessions may (sessions.max_bytes); close it and "
+                "open a shorter one",
+            )
+
+
+def _mismatch(session_id: str, name: str) -> RequestError:
+    return RequestError(
+        ErrorCode.FAILED_PRECONDITION,
+        "SESSION_CONFIG_MISMATCH",
+        f"`{name}` differs from what the session was opened with; leave it out, or open another "
+        "session",
+        precondition=session_id,
+    )
+
+
+def _session(session_id: str, facts: SessionFacts) -> pb.Session:
+    session = pb.Session(session_id=session_id, model=facts.head.model)
+    session.create_time.FromNanoseconds(round(facts.created * 1e9))
+    session.expire_time.FromNanoseconds(round(facts.expires * 1e9))
+    newest = facts.head_turn
+    if newest is not None:
+        session.head_turn_id = newest.turn_id
+        session.total_tokens = newest.num_tokens
+        session.home_worker_id = newest.worker_id
+    return session

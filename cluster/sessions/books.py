@@ -1,0 +1,239 @@
+"""What does a cluster know of its opened sessions? Transcripts as trees of turns; plain Python.
+
+A turn is what a client added and what the model said to it. Naming an older turn as the parent of a
+new one makes a branch. Messages are bytes of the gateways' own; they are only kept here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_EXPIRED = 10_000
+"""Expired sessions that are still told from those that never were."""
+RECORD_BYTES = 500
+"""What a session or a turn takes beside its content, about."""
+
+Key = tuple[str, str]
+"""A tenant and his session's id."""
+
+
+class Refusal(StrEnum):
+    """Why a session cannot do what was asked; names of `ErrorInfo.reason`."""
+
+    SESSION_NOT_FOUND = "SESSION_NOT_FOUND"
+    SESSION_EXPIRED = "SESSION_EXPIRED"
+    SESSION_EXISTS = "SESSION_EXISTS"
+    TURN_NOT_FOUND = "TURN_NOT_FOUND"
+    SESSION_TOO_LARGE = "SESSION_TOO_LARGE"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHead:
+    """What is fixed for a session.
+
+    Attributes:
+        conversation: its configuration and preamble.
+        idle_ttl_s: it expires when nothing was asked of it for so many seconds.
+    """
+
+    model: str
+    cache_salt: str
+    conversation: bytes
+    idle_ttl_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return RECORD_BYTES + len(self.conversation)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn.
+
+    Attributes:
+        parent_id: the turn that it goes on from; empty for the session's root.
+        messages: what the client added, and the answer.
+        said_key, said: the answer as the model said it, and what it is found by in a prompt; empty
+            where it stands as it is rendered.
+        num_tokens: of the whole conversation up to here.
+        worker_id: who streamed the answer.
+    """
+
+    turn_id: str
+    parent_id: str
+    messages: bytes
+    said_key: bytes
+    said: bytes
+    num_tokens: int
+    worker_id: str
+
+    @property
+    def num_bytes(self) -> int:
+        return RECORD_BYTES + len(self.messages) + len(self.said)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """A session as clients see it; times in seconds since the epoch.
+
+    Attributes:
+        head_turn: the newest turn; None before the first.
+    """
+
+    head: SessionHead
+    created: float
+    expires: float
+    head_turn: TurnRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPath:
+    """The conversation up to one turn, oldest turn first."""
+
+    head: SessionHead
+    turns: tuple[TurnRecord, ...]
+
+
+@dataclass(slots=True)
+class _Session:
+    head: SessionHead
+    created: float
+    expires: float
+    num_bytes: int
+    turns: dict[str, TurnRecord] = field(default_factory=dict)
+
+
+class SessionBooks:
+    """The opened sessions of all tenants.
+
+    Args:
+        max_bytes: what they may take, about; those that would expire first make room.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sessions: dict[Key, _Session] = {}
+        self._expired: OrderedDict[Key, None] = OrderedDict()
+        self._by_expiry: list[tuple[float, Key]] = []
+        self._num_bytes = 0
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the sessions take, about."""
+        return self._num_bytes
+
+    def open(self, key: Key, head: SessionHead, now: float) -> SessionFacts | Refusal:
+        """Open a session, or find the same one opened before."""
+        self._expire(now)
+        session = self._sessions.get(key)
+        if session is None:
+            if head.num_bytes > self._max_bytes:
+                return Refusal.SESSION_TOO_LARGE
+            session = _Session(head, now, now, head.num_bytes)
+            self._sessions[key] = session
+            self._expired.pop(key, None)
+            self._num_bytes += head.num_bytes
+        elif session.head != head:
+            return Refusal.SESSION_EXISTS
+        self._touch(key, session, now)
+        self._make_room(key)
+        return self._facts(session)
+
+    def get(self, key: Key, now: float) -> SessionFacts | Refusal:
+        """A session as it is; asking does not keep it."""
+        found = self._find(key, now)
+        return found if isinstance(found, Refusal) else self._facts(found)
+
+    def path(self, key: Key, turn_id: str, now: float) -> SessionPath | Refusal:
+        """The conversation up to a turn; empty for the root."""
+        session = self._find(key, now)
+        if isinstance(session, Refusal):
+            return session
+        turns: list[TurnRecord] = []
+        while turn_id:
+            turn = session.turns.get(turn_id)
+            if turn is None:
+                return Refusal.TURN_NOT_FOUND
+            turns.append(turn)
+            turn_id = turn.parent_id
+        self._touch(key, session, now)
+        return SessionPath(session.head, tuple(reversed(turns)))
+
+    def append(self, key: Key, turn: TurnRecord, now: float) -> Refusal | None:
+        """Add a turn; one that is known already changes nothing."""
+        session = self._find(key, now)
+        if isinstance(session, Refusal):
+            return session
+        if turn.turn_id in session.turns:
+            return None
+        if turn.parent_id and turn.parent_id not in session.turns:
+            return Refusal.TURN_NOT_FOUND
+        if session.num_bytes + turn.num_bytes > self._max_bytes:
+            return Refusal.SESSION_TOO_LARGE
+        session.turns[turn.turn_id] = turn
+        session.num_bytes += turn.num_bytes
+        self._num_bytes += turn.num_bytes
+        self._touch(key, session, now)
+        self._make_room(key)
+        return None
+
+    def close(self, key: Key, now: float) -> SessionHead | Refusal:
+        """Forget a session; what it was."""
+        session = self._find(key, now)
+        if isinstance(session, Refusal):
+            return session
+        self._forget(key)
+        return session.head
+
+    def _find(self, key: Key, now: float) -> _Session | Refusal:
+        self._expire(now)
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        return Refusal.SESSION_EXPIRED if key in self._expired else Refusal.SESSION_NOT_FOUND
+
+    def _touch(self, key: Key, session: _Session, now: float) -> None:
+        session.expires = now + session.head.idle_ttl_s
+        heapq.heappush(self._by_expiry, (session.expires, key))
+        if len(self._by_expiry) > 64 + 4 * len(self._sessions):
+            self._by_expiry = [(one.expires, name) for name, one in self._sessions.items()]
+            heapq.heapify(self._by_expiry)
+
+    def _expire(self, now: float) -> None:
+        while self._by_expiry and self._by_expiry[0][0] <= now:
+            self._pop()
+
+    def _make_room(self, kept: Key) -> None:
+        spared: list[tuple[float, Key]] = []
+        while self._num_bytes > self._max_bytes and self._by_expiry:
+            if self._by_expiry[0][1] == kept:
+                spared.append(heapq.heappop(self._by_expiry))
+            else:
+                self._pop()
+        for entry in spared:
+            heapq.heappush(self._by_expiry, entry)
+
+    def _pop(self) -> None:
+        """Let the session go that expires first, unless it was used since."""
+        expires, key = heapq.heappop(self._by_expiry)
+        session = self._sessions.get(key)
+        if session is None or session.expires != expires:
+            return
+        self._forget(key)
+        self._expired[key] = None
+        if len(self._expired) > MAX_EXPIRED:
+            self._expired.popitem(last=False)
+
+    def _forget(self, key: Key) -> None:
+        self._num_bytes -= self._sessions.pop(key).num_bytes
+
+    def _facts(self, session: _Session) -> SessionFacts:
+        newest = next(reversed(session.turns.values()), None)
+        return SessionFacts(session.head, session.created, session.expires, newest)

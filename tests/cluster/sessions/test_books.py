@@ -1,0 +1,95 @@
+"""Do the sessions' books keep every path, expire what is idle, and stay within their memory?"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ripresa.cluster.sessions.books import (
+    RECORD_BYTES,
+    Key,
+    Refusal,
+    SessionBooks,
+    SessionFacts,
+    SessionHead,
+    SessionPath,
+    TurnRecord,
+)
+
+HEAD = SessionHead("model", "", b"head", idle_ttl_s=10.0)
+MINE: Key = ("tenant", "mine")
+
+
+def turn(turn_id: str, parent_id: str = "", size: int = 10) -> TurnRecord:
+    return TurnRecord(turn_id, parent_id, b"m" * size, b"", b"", 1, "d0")
+
+
+def path(books: SessionBooks, key: Key, turn_id: str, now: float = 0.0) -> list[str]:
+    found = books.path(key, turn_id, now)
+    assert isinstance(found, SessionPath), found
+    return [turn.turn_id for turn in found.turns]
+
+
+def test_a_session_expires_when_it_is_idle_and_says_so() -> None:
+    books = SessionBooks(1 << 20)
+    books.open(MINE, HEAD, 0.0)
+    assert books.append(MINE, turn("a"), 5.0) is None
+    assert path(books, MINE, "a", 14.0) == ["a"]
+    # Looking at it is no use of it.
+    assert isinstance(books.get(MINE, 23.0), SessionFacts)
+    assert books.get(MINE, 24.0) is Refusal.SESSION_EXPIRED
+    assert books.append(MINE, turn("b", "a"), 24.0) is Refusal.SESSION_EXPIRED
+    assert (books.num_sessions, books.num_bytes) == (0, 0)
+    opened = books.open(MINE, HEAD, 25.0)
+    assert isinstance(opened, SessionFacts)
+    assert opened.head_turn is None
+    assert books.path(MINE, "a", 25.0) is Refusal.TURN_NOT_FOUND
+
+
+def test_sessions_that_expire_first_make_room() -> None:
+    room = 3 * RECORD_BYTES + 3 * len(HEAD.conversation)
+    books = SessionBooks(room)
+    keys = [("", name) for name in "abcd"]
+    for now, key in enumerate(keys[:3]):
+        books.open(key, HEAD, float(now))
+    path(books, keys[0], "", 3.0)
+    books.open(keys[3], HEAD, 4.0)
+    assert books.get(keys[1], 4.0) is Refusal.SESSION_EXPIRED
+    assert all(isinstance(books.get(key, 4.0), SessionFacts) for key in (keys[0], *keys[2:]))
+    assert books.append(keys[0], turn("x", size=room), 4.0) is Refusal.SESSION_TOO_LARGE
+    assert books.open(("", "e"), SessionHead("m", "", b"x" * room, 10.0), 4.0) is (
+        Refusal.SESSION_TOO_LARGE
+    )
+
+
+@pytest.fixture
+def tree() -> SessionBooks:
+    books = SessionBooks(1 << 20)
+    books.open(MINE, HEAD, 0.0)
+    return books
+
+
+def test_appending_is_idempotent_and_needs_its_parent(tree: SessionBooks) -> None:
+    assert tree.append(MINE, turn("b", "a"), 0.0) is Refusal.TURN_NOT_FOUND
+    for _ in range(2):
+        assert tree.append(MINE, turn("a"), 0.0) is None
+    assert tree.num_bytes == HEAD.num_bytes + turn("a").num_bytes
+    closed = tree.close(MINE, 0.0)
+    assert closed == HEAD
+    assert tree.close(MINE, 0.0) is Refusal.SESSION_NOT_FOUND
+    assert tree.num_bytes == 0
+
+
+@given(parents=st.lists(st.integers(min_value=-1, max_value=30), max_size=30))
+def test_every_turn_finds_its_own_path(parents: list[int]) -> None:
+    books = SessionBooks(1 << 20)
+    books.open(MINE, HEAD, 0.0)
+    expected: list[list[str]] = []
+    for number, parent in enumerate(parents):
+        parent = min(parent, number - 1)
+        above = [] if parent < 0 else expected[parent]
+        assert books.append(MINE, turn(str(number), above[-1] if above else ""), 0.0) is None
+        expected.append([*above, str(number)])
+    assert [path(books, MINE, str(number)) for number in range(len(parents))] == expected
+    assert path(books, MINE, "") == []
