@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.replay import cold_recipe
 from ripresa.workers.request import (
     Finished,
@@ -105,6 +106,10 @@ class InProcessRouter:
                 raise RipresaError(ErrorCode.CANCELLED, "the request was aborted")
         reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
         yield Finished(reason, stop, done, WorkCounters(4 * num_prompt, 4, 4 * done, 1000))
+
+    async def find_stream(self, stream_id: str, worker_id: str) -> KeptPrompt | None:
+        """It keeps none."""
+        return None
 
     async def abort(self, request_id: str) -> bool:
         if request_id not in self.open:
