@@ -78,7 +78,8 @@ def attend(
     dtype = biases[0].dtype
     rows = rows.to(dtype)
     entries = None if entries is None else entries.to(dtype)
-    for block, bias in enumerate(biases):
+    blocks = q.unflatten(1, (-1, size)).unbind(1)
+    for block, (bias, queries) in enumerate(zip(biases, blocks, strict=True)):
         stop = (block + 1) * size
         first = max(stop - size - window, 0)
         keys = [rows[:, first:stop]]
@@ -86,7 +87,6 @@ def attend(
             keys.append(entries[:, : num_entries[block]])
         missing = bias.shape[-1] - sum(part.shape[1] for part in keys)
         keys.append(rows.new_zeros(rows.shape[0], missing, rows.shape[2]))
-        queries = q[:, stop - size : stop]
         span = (stop - first, stop - first + (0 if entries is None else num_entries[block]))
         out, share = _SinkAttention.apply(queries, torch.cat(keys, 1), bias, sink, scale, span)
         outputs.append(out)

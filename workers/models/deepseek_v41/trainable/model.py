@@ -264,10 +264,10 @@ class TrainableModel:
         head_weights = head_weights.view(shape[:3]) * (c.index_head_dim * c.index_n_heads) ** -0.5
         keys = state.pools[c.kv_source(layer)].keys
         scores, chosen, candidates = [], [], []
-        for block in range(state.length // size):
-            rows = slice(block * size, (block + 1) * size)
-            visible = visible_entries(rows.start, size, ratio)
-            score = index_scores(q[:, rows], head_weights[:, rows], keys[:, : visible.shape[1]])
+        blocks = (rows.unflatten(1, (-1, size)).unbind(1) for rows in (q, head_weights))
+        for block, (queries, shares) in enumerate(zip(*blocks, strict=True)):
+            visible = visible_entries(block * size, size, ratio)
+            score = index_scores(queries, shares, keys[:, : visible.shape[1]])
             scores.append(score)
             allowed = visible
             fixed = score.detach()
