@@ -91,15 +91,16 @@ def train_measure(address: str, conversations: int, concurrency: int) -> None:
       ripresa train measure --conversations 50
     """
     with progress("measuring"):
-        from ripresa.cluster.training.live import measure_live, questions
+        from ripresa.cluster.training.live import measure_live, questions, served_model
         from ripresa.cluster.training.rendering import Renderer
         from ripresa.cluster.training.scores import table
         from ripresa.workers.demo.build_tokenizer import TOKENIZER
         from ripresa.workers.demo.ledger.evaluation import load_evaluation
 
+        model = served_model(address)
         every = load_evaluation()
         chosen = [every[place * len(every) // conversations] for place in range(conversations)]
         asked = list(questions(Renderer(TOKENIZER), chosen))
-        scores = list(measure_live(address, asked, concurrency))
+        scores = list(measure_live(address, model, asked, concurrency))
     for line in table(scores, "valid"):
         click.echo(line)

@@ -47,17 +47,31 @@ def questions(renderer: Renderer, conversations: Sequence[Conversation]) -> Iter
             )
 
 
-def measure_live(address: str, asked: Sequence[Question], concurrency: int) -> Iterator[Score]:
-    """Ask a gateway at temperature 0. A score's share is 1 for a call that a tool server can read.
+def served_model(address: str) -> str:
+    """The name of a gateway's model.
 
     Args:
         address: of its HTTP port, as `http://127.0.0.1:8000`.
 
     Raises:
         Unavailable: nobody answers there.
+    """
+    name: str = _request(f"{address}/v1/models")["data"][0]["id"]
+    return name
+
+
+def measure_live(
+    address: str, model: str, asked: Sequence[Question], concurrency: int
+) -> Iterator[Score]:
+    """Ask a gateway at temperature 0.
+
+    A score's share is 1 for a call that a tool server can read where one is due, and for text
+    where none is.
+
+    Raises:
+        Unavailable: nobody answers there.
         InvalidArgument: the gateway refuses a request.
     """
-    model = _request(f"{address}/v1/models")["data"][0]["id"]
 
     def ask(question: Question) -> Score:
         body: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ripresa.cluster.training.live import Question, measure_live, questions
+from ripresa.cluster.training.live import Question, measure_live, questions, served_model
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.conversation import Message, Task
@@ -76,7 +76,7 @@ def address(server: Server) -> str:
 
 
 def test_scores_are_those_of_the_answers(asked: list[Question], server: Server) -> None:
-    scores = list(measure_live(address(server), asked, concurrency=3))
+    scores = list(measure_live(address(server), served_model(address(server)), asked, 3))
     assert [s.task for s in scores] == [q.task for q in asked]
     for question, score in zip(asked, scores, strict=True):
         assert score.is_exact == (question.task not in (Task.FAR, Task.TWO_HOP))
@@ -93,6 +93,6 @@ def test_a_refusal_is_told_and_so_is_a_server_that_is_not_there(
 ) -> None:
     server.status = 400
     with pytest.raises(InvalidArgument, match="answered 400"):
-        list(measure_live(address(server), asked[:1], 1))
+        list(measure_live(address(server), "a-model", asked[:1], 1))
     with pytest.raises(Unavailable, match="start `ripresa serve`"):
-        list(measure_live("http://127.0.0.1:9", asked[:1], 1))
+        served_model("http://127.0.0.1:9")
