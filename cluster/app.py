@@ -140,7 +140,7 @@ def directory_link(config: ClusterConfig, window: int) -> DirectoryLink | None:
 
 def session_link(config: ClusterConfig) -> SessionLink:
     """The way to the session store."""
-    return SessionLink(config.sessions.max_bytes)
+    return SessionLink(config.sessions.max_bytes, config.sessions.max_said_tokens)
 
 
 class BuildArgs(BaseModel, extra="forbid"):

@@ -254,11 +254,14 @@ class SessionSettings:
         idle_ttl_s: a session expires when nothing was asked of it for so many seconds, unless it
             names its own time.
         max_idle_ttl_s: the longest that one may name.
+        max_said_tokens: tokens of the newest answers that gateways tell each other, four bytes
+            each, so that a conversation may move between them; 0 tells none.
     """
 
     max_bytes: int = setting(1 << 30, at_least=1 << 20)
     idle_ttl_s: float = setting(3600.0, at_least=1)
     max_idle_ttl_s: float = setting(86400.0, at_least=1)
+    max_said_tokens: int = setting(4_000_000, at_least=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,11 +147,14 @@ class Gateway:
             transfer_backend=start.transfer_backend,
             keys=keys,
         )
+        store = await start.sessions.store()
         self.service.keep_sessions(
-            await start.sessions.store(),
+            store,
             idle_ttl_s=start.idle_ttl_s,
             max_idle_ttl_s=start.max_idle_ttl_s,
         )
+        if start.max_said_tokens and start.sessions.max_said_tokens:
+            self.service.share_answers(store)
         await self.service.follow_keys()
         self._grpc = GrpcServer(
             self.service,
@@ -228,6 +231,7 @@ class Gateway:
         await self._grpc.stop(self._drain_grace_s)
         await self._admin.stop()
         await self._operators.stop()
+        await self.service.keep_answers()
         await self.service.forget_keys()
         self.service.close()
         await self._calls.close()

@@ -27,6 +27,7 @@ from ripresa.cluster.gateway.prefix_breaks import Conversations, turn_marks
 from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.run import CountedBooks, ResumedBooks, Run
+from ripresa.cluster.gateway.said_exchange import SaidExchange
 from ripresa.cluster.gateway.said_turns import SaidTurns, what_is_said
 from ripresa.cluster.gateway.sampling import AskedSampling, asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
@@ -63,7 +64,7 @@ from ripresa.cluster.gateway.validation import (
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prompt import Hold, PromptRequest, Router, RouterEvent
-from ripresa.cluster.sessions.store import SessionStore
+from ripresa.cluster.sessions.store import SaidStore, SessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
@@ -137,6 +138,7 @@ class InferenceService:
         self.metrics = metrics
         self._encoding = encoding
         self._said = SaidTurns(max_said_tokens)
+        self._exchange: SaidExchange | None = None
         self._conversations = Conversations(clock)
         self._window = window
         self._default_tail = default_tail
@@ -180,6 +182,15 @@ class InferenceService:
     async def forget_keys(self) -> None:
         if self._keys is not None:
             await self._keys.stop()
+
+    def share_answers(self, store: SaidStore) -> None:
+        """Tell other gateways what the model says here, and hear of it, until `keep_answers`."""
+        self._exchange = SaidExchange(store, self._said, self.metrics)
+        self._exchange.start()
+
+    async def keep_answers(self) -> None:
+        if self._exchange is not None:
+            await self._exchange.stop()
 
     def explain(self, request_id: str) -> list[str]:
         """How a request was placed, in lines for a reader.
@@ -463,6 +474,8 @@ class InferenceService:
         def keep(choice: int, said: Turn, token_ids: Sequence[int]) -> None:
             key = turn.key(said)
             self._said.keep(key, token_ids)
+            if self._exchange is not None:
+                self._exchange.tell(key, token_ids)
             if heard is not None:
                 heard.answers[choice] = (key, token_ids)
             if outline is not None and known is not None:

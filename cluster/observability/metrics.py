@@ -112,6 +112,18 @@ class BreakReason(StrEnum):
     HISTORY_EDITED = "history_edited"
 
 
+class SaidOutcome(StrEnum):
+    """Of an answer that gateways tell each other.
+
+    SHARED: this gateway's, told to the others. RECEIVED: another one's, heard here. DROPPED: this
+    gateway's, of which the others do not hear: the store is slow or out of reach.
+    """
+
+    SHARED = "shared"
+    RECEIVED = "received"
+    DROPPED = "dropped"
+
+
 class DiskOutcome(StrEnum):
     """Of blocks that a worker asked its disk tier for, or offered to it; names of `StoreStats`."""
 
@@ -360,6 +372,12 @@ PREFIX_BREAK = Series(
     "Prompts that do not begin with their conversation's last prompt and answer, by why.",
     labels=(("reason", tuple(BreakReason)),),
 )
+SAID_ANSWERS = Series(
+    "ripresa_said_answers_total",
+    Kind.COUNTER,
+    "Answers as the model said them that gateways tell each other, by what became of them.",
+    labels=(("outcome", tuple(SaidOutcome)),),
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -394,6 +412,7 @@ SERIES = (
     LEASE_PINNED_BYTES,
     TOOL_GAP,
     PREFIX_BREAK,
+    SAID_ANSWERS,
 )
 
 
@@ -472,6 +491,10 @@ class GatewayMetrics:
             self.counter(PREFIX_BREAK).labels(broken).inc()
         if gap_s is not None:
             self.histogram(TOOL_GAP).observe(gap_s)
+
+    def said(self, outcome: SaidOutcome, num_answers: int) -> None:
+        """Counts answers that gateways tell each other."""
+        self.counter(SAID_ANSWERS).labels(outcome).inc(num_answers)
 
     def counter(self, series: Series) -> Counter:
         """The counter behind a row of `SERIES`."""

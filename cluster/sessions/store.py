@@ -1,13 +1,16 @@
 """Which process keeps the sessions, and how do gateways reach it? One named actor.
 
-It outlives gateways and workers. Its transcripts are in its memory alone: if its own process dies,
-its successor begins empty, and its clients open their sessions anew, or send whole conversations.
+It outlives gateways and workers, and they tell each other there what models said. All of it is in
+its memory alone: if its own process dies, its successor begins empty, and its clients open their
+sessions anew, or send whole conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,11 +27,14 @@ from ripresa.cluster.sessions.books import (
     SessionPath,
     TurnRecord,
 )
+from ripresa.cluster.sessions.said_feed import FeedPlace, SaidAnswer, SaidFeed, SaidNews
 from ripresa.workers.remote_worker import failures
 
 ACTOR_NAME = "ripresa-session-store"
 TIMEOUT_S = 5.0
 """Longest wait for the store's answer."""
+NEWS_WAIT_S = 2.0
+"""So long the store waits for something new to tell; well within `TIMEOUT_S`."""
 
 
 class SessionStore(Protocol):
@@ -46,11 +52,28 @@ class SessionStore(Protocol):
     async def close(self, key: Key) -> SessionHead | Refusal: ...
 
 
-class LocalSessionStore:
-    """A store in this process, and the actor's class."""
+class SaidStore(Protocol):
+    """Where gateways tell each other what models said. Both methods raise RipresaError
+    (UNAVAILABLE) where it is out of reach; see `SaidFeed` for what they do."""
 
-    def __init__(self, max_bytes: int = 1 << 30) -> None:
+    async def share(self, gateway: str, answers: Sequence[SaidAnswer]) -> None: ...
+
+    async def news(self, gateway: str, place: FeedPlace) -> SaidNews:
+        """As soon as there are any; after `NEWS_WAIT_S` also none."""
+
+
+class LocalSessionStore:
+    """A store in this process, and the actor's class; a `SessionStore` and a `SaidStore`.
+
+    Args:
+        max_bytes: what sessions may take, about.
+        max_said_tokens: the room of answers that gateways tell each other.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30, max_said_tokens: int = 4_000_000) -> None:
         self._books = SessionBooks(max_bytes)
+        self._said = SaidFeed(max_said_tokens)
+        self._added = asyncio.Event()
 
     async def open(self, key: Key, head: SessionHead) -> SessionFacts | Refusal:
         return self._books.open(key, head, time.time())
@@ -67,9 +90,23 @@ class LocalSessionStore:
     async def close(self, key: Key) -> SessionHead | Refusal:
         return self._books.close(key, time.time())
 
+    async def share(self, gateway: str, answers: Sequence[SaidAnswer]) -> None:
+        self._said.add(gateway, answers)
+        self._added.set()
+        self._added = asyncio.Event()
+
+    async def news(self, gateway: str, place: FeedPlace) -> SaidNews:
+        news = self._said.news(gateway, place)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_WAIT_S):
+                while not news.answers:
+                    await self._added.wait()
+                    news = self._said.news(gateway, news.place)
+        return news
+
 
 class RemoteSessionStore:
-    """A gateway's way to the actor; implements `SessionStore`.
+    """A gateway's way to the actor; a `SessionStore` and a `SaidStore`.
 
     Args:
         link: finds the actor again when it turns out to be dead for good.
@@ -99,6 +136,13 @@ class RemoteSessionStore:
         answer: SessionHead | Refusal = await self._call("close", key)
         return answer
 
+    async def share(self, gateway: str, answers: Sequence[SaidAnswer]) -> None:
+        await self._call("share", gateway, answers)
+
+    async def news(self, gateway: str, place: FeedPlace) -> SaidNews:
+        answer: SaidNews = await self._call("news", gateway, place)
+        return answer
+
     async def _call(self, method: str, *args: object) -> Any:
         async with failures("the session store"), asyncio.timeout(TIMEOUT_S):
             try:
@@ -114,9 +158,11 @@ class SessionLink:
 
     Attributes:
         max_bytes: what its sessions may take, about.
+        max_said_tokens: the room of answers that gateways tell each other; 0 for none.
     """
 
     max_bytes: int
+    max_said_tokens: int
 
     def start(self) -> Any:
         """The actor, started where it does not run. Blocks on Ray."""
@@ -130,7 +176,7 @@ class SessionLink:
                 max_restarts=-1,
                 num_cpus=0,
             )
-            .remote(self.max_bytes)
+            .remote(self.max_bytes, self.max_said_tokens)
         )
 
     def stop(self) -> None:
