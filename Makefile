@@ -15,8 +15,11 @@ KUBECTL := $(DEBIAN)/usr/bin/kubectl
 PYTEST := $(BIN)/python -m pytest
 # Every test is in exactly one of three tiers.
 FAST := not cluster and not slow and not long
-CI := (cluster or slow) and not long
+CI_SLOW := slow and not cluster and not long
+CI_CLUSTER := cluster and not long
 LONG := long
+# A process a core, each with one torch thread. Clusters have the machine to themselves.
+ON_TWO_CORES := --numprocesses 2 --dist worksteal
 # Triton fixes at import whether it interprets or compiles, so each way has its own process.
 KERNELS := tests/kernels_interp tests/kernels_compile
 WITHOUT_KERNELS := $(KERNELS:%=--ignore=%)
@@ -37,13 +40,14 @@ serve: $(INSTALLED)  ## Serve until interrupted, by the settings of CONFIG=path 
 	$(BIN)/ripresa serve $(CONFIG)
 
 test: $(INSTALLED)  ## Fast tests: no cluster, no compile sweeps (under 15 minutes on 2 cores).
-	$(COMPILE) $(PYTEST) -m "$(FAST)" $(WITHOUT_KERNELS)
-	$(INTERPRET) $(PYTEST) -m "$(FAST)" tests/kernels_interp
+	$(COMPILE) $(PYTEST) $(ON_TWO_CORES) -m "$(FAST)" $(WITHOUT_KERNELS)
+	$(INTERPRET) $(PYTEST) $(ON_TWO_CORES) -m "$(FAST)" tests/kernels_interp
 	$(COMPILE) $(PYTEST) -m "$(FAST)" tests/kernels_compile
 
 test-ci: $(INSTALLED)  ## Tests that start clusters or take long histories (under 40 minutes).
-	$(COMPILE) $(PYTEST) -m "$(CI)" $(WITHOUT_KERNELS)
-	$(COMPILE) $(PYTEST) -m "$(CI)" tests/kernels_compile
+	$(COMPILE) $(PYTEST) $(ON_TWO_CORES) -m "$(CI_SLOW)" $(WITHOUT_KERNELS)
+	$(COMPILE) $(PYTEST) -m "$(CI_SLOW)" tests/kernels_compile
+	$(COMPILE) $(PYTEST) -m "$(CI_CLUSTER)" $(WITHOUT_KERNELS)
 
 test-long: $(INSTALLED) $(PROMETHEUS) $(KUBECTL)  ## Tests that need minutes or Debian packages.
 	$(COMPILE) $(PYTEST) -m "$(LONG)" $(WITHOUT_KERNELS)
