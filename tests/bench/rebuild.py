@@ -78,9 +78,9 @@ async def measure(options: argparse.Namespace) -> int:
     await ask(engine, "warm", tokens[: options.cached], writes=True)
     execute = runner.execute
 
-    def untrimmed(plan, inbound=None):  # type: ignore[no-untyped-def]
+    def untrimmed(plan, *more):  # type: ignore[no-untyped-def]
         steps = tuple(replace(step, exact_from=None) for step in plan.sequences)
-        return execute(replace(plan, sequences=steps), inbound)
+        return execute(replace(plan, sequences=steps), *more)
 
     seconds: dict[bool, list[float]] = {True: [], False: []}
     row_layers: dict[bool, int] = {}

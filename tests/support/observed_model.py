@@ -14,7 +14,7 @@ from ripresa.workers.config import EngineConfig, Numerics, WindowConfig, WindowP
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.model_runner import load_runner
-from ripresa.workers.models.base import EncoderOutput, StepOutput
+from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
@@ -67,10 +67,13 @@ class Observed:
         self.runner.execute = self._observe  # type: ignore[method-assign]
 
     def _observe(
-        self, plan: StepPlan, inbound: Mapping[int, EncoderOutput] | None = None
+        self,
+        plan: StepPlan,
+        inbound: Mapping[int, EncoderOutput] | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOutput:
         steps = tuple(replace(s, return_logits=s.num_decoder_rows > 0) for s in plan.sequences)
-        output = self._execute(StepPlan(plan.step, steps), inbound)
+        output = self._execute(StepPlan(plan.step, steps), inbound, masks)
         for step in steps:
             if step.return_logits:
                 rows = range(step.decoder_start, step.decoder_stop)

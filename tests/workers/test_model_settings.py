@@ -143,9 +143,9 @@ async def test_rows_come_in_one_gather_a_step(
     rows: list[int] = []
     execute = runner.execute
 
-    def count(plan: StepPlan, inbound=None):  # type: ignore[no-untyped-def]
+    def count(plan: StepPlan, *more):  # type: ignore[no-untyped-def]
         asked.clear()
-        output = execute(plan, inbound)
+        output = execute(plan, *more)
         gathers.append(list(asked))
         rows.append(output.num_encoder_rows)
         return output
