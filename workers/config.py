@@ -154,6 +154,7 @@ class TransferConfig:
         pull_timeout_s: longest time in which nothing comes of what is pulled from a peer's cache,
             in seconds; then it is pulled from another one, or computed.
         follow_timeout_s: the same for blocks that a peer is computing.
+        max_pulls_at_once: ranges of one prompt that are pulled from peers at once.
         max_pulls_served: pulls that a worker answers at once; more are refused.
     """
 
@@ -163,6 +164,7 @@ class TransferConfig:
     hand_over_timeout_s: float = 60.0
     pull_timeout_s: float = 2.0
     follow_timeout_s: float = 10.0
+    max_pulls_at_once: int = 4
     max_pulls_served: int = 64
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ class TransferConfig:
             "hand_over_timeout_s",
             "pull_timeout_s",
             "follow_timeout_s",
+            "max_pulls_at_once",
             "max_pulls_served",
         ):
             if getattr(self, name) <= 0:

@@ -55,6 +55,16 @@ class WantedPrefix:
         return BlockIdentity(self.hashes[number], tuple(r for r in restarts if r < stop))
 
 
+class StagedBlocks(Protocol):
+    """Blocks that are stored and that nobody finds yet. Either of the two ends them."""
+
+    def publish(self) -> None:
+        """Publish them; they stay until the request is admitted."""
+
+    def drop(self) -> None:
+        """Give their pages back."""
+
+
 class Landing(Protocol):
     """Where a place puts what it brings for one request. Used on the engine's event loop."""
 
@@ -76,6 +86,23 @@ class Landing(Protocol):
 
         Raises:
             ResourceExhausted: no pages are left; nothing was stored. Bring nothing more.
+        """
+
+    def stage(
+        self,
+        first: int,
+        identities: Sequence[BlockIdentity],
+        producers: Sequence[Producer],
+        payload: torch.Tensor,
+        num_spared: int = 0,
+    ) -> StagedBlocks:
+        """Store whole blocks, as `land` does, that are published later.
+
+        Args:
+            num_spared: pages that must be left.
+
+        Raises:
+            ResourceExhausted: no more pages than those are left; nothing was stored.
         """
 
     def land_image(self, num_tokens: int, recipe: Recipe, payload: torch.Tensor) -> None:

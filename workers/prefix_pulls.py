@@ -281,8 +281,11 @@ class PeerPulls:
 
     def check_integrity(self, num_requests: int) -> None:
         """Raise RipresaError (INTERNAL) if more is pulled than so many requests can pull."""
-        if len(self._running) > num_requests:
-            raise RipresaError(ErrorCode.INTERNAL, f"{len(self._running)} pulls have no owner")
+        owners = {pull.message.request_id for pull in self._running.values()}
+        if len(owners) > num_requests:
+            raise RipresaError(
+                ErrorCode.INTERNAL, f"pulls of {len(owners) - num_requests} requests have no owner"
+            )
 
     def _find(self, manifest: PullManifest) -> _Pull:
         pull = self._running.get(manifest.transfer_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.block_record import BlockRecord, Producer
 from ripresa.workers.cache.block_table import PageLoan, PagePool
 from ripresa.workers.config import TransferConfig
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.peer_place import PeerPlace, missing_windows
@@ -101,11 +101,38 @@ class PrefixHold:
         producers: Sequence[Producer],
         payload: torch.Tensor,
     ) -> None:
+        self.stage(first, identities, producers, payload).publish()
+
+    def stage(
+        self,
+        first: int,
+        identities: Sequence[BlockIdentity],
+        producers: Sequence[Producer],
+        payload: torch.Tensor,
+        num_spared: int = 0,
+    ) -> Staged:
+        pages = self._supply.pages
+        if num_spared and pages.num_available_blocks < len(identities) + num_spared:
+            raise ResourceExhausted(f"the last {num_spared} KV blocks are for what comes before")
+        loan = pages.borrow_new(len(identities))
+        try:
+            self._supply.runner.import_blocks(loan.blocks, payload)
+        except BaseException:
+            loan.end()
+            raise
+        return Staged(self, first, identities, producers, loan)
+
+    def publish(
+        self,
+        first: int,
+        identities: Sequence[BlockIdentity],
+        producers: Sequence[Producer],
+        loan: PageLoan,
+    ) -> None:
+        """Publish blocks that are stored in a loan's pages, and end it."""
         assert self._prefix is not None
         supply = self._supply
-        loan = supply.pages.borrow_new(len(identities))
         try:
-            supply.runner.import_blocks(loan.blocks, payload)
             for index, (identity, producer) in enumerate(zip(identities, producers, strict=True)):
                 origin = self._prefix.origin(first + index)
                 record = BlockRecord(identity, producer, supply.weights, origin)
@@ -136,6 +163,23 @@ class PrefixHold:
         self._pinned.clear()
         for loan in loans:
             loan.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Implements `StagedBlocks`: blocks in pages that are lent for one request."""
+
+    hold: PrefixHold
+    first: int
+    identities: Sequence[BlockIdentity]
+    producers: Sequence[Producer]
+    loan: PageLoan
+
+    def publish(self) -> None:
+        self.hold.publish(self.first, self.identities, self.producers, self.loan)
+
+    def drop(self) -> None:
+        self.loan.end()
 
 
 class PrefixSupply:

@@ -38,6 +38,7 @@ FULL = replace(CONFIG, windows=WindowConfig(WindowPolicy.FULL))
 HASTY = replace(CONFIG, transfer=TransferConfig(2, pull_timeout_s=0.2, follow_timeout_s=0.4))
 NOBODY = WorkerAddress("d9", WorkerKind.DECODE)
 PROMPT = prompt(11, 61)
+LONG = prompt(4, 90)
 NUM_REUSED = (61 - WINDOW - REWIND) // WINDOW
 
 
@@ -128,7 +129,132 @@ async def test_ranges_of_several_holders_make_one_chain() -> None:
         stream = await cluster.run("d3", replace(ask(tokens), sources=sources))
         check(ask(tokens), stream)
         assert outcome_of(stream).from_peers == ((0, 10),)
-        assert cluster.ends("d3")["complete"] == 2
+        # One range of each source that is named; "d1" sends what two others do not.
+        assert cluster.ends("d3")["complete"] == 4
+
+
+async def two_holders(cluster: PeerCluster) -> PrefixSources:
+    """Blocks [0, 4) of `LONG` are named at one worker, [4, 10) at another."""
+    for name in ("d0", "d1"):
+        await cluster.run(name, ask(LONG, "first"))
+    return PrefixSources(
+        (
+            BlockSource(cluster.address("d0"), (), 0, 4),
+            BlockSource(cluster.address("d1"), (), 4, 10),
+        )
+    )
+
+
+class Gate:
+    """Holds back what is said to a worker until it is opened."""
+
+    def __init__(self, cluster: PeerCluster, name: str) -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self._way = cluster.workers[name].way
+        self._deliver = self._way.deliver
+        self._way.deliver = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, message: Any) -> None:
+        self.reached.set()
+        await self.opened.wait()
+        await self._deliver(message)
+
+
+async def test_ranges_of_several_holders_are_pulled_at_once_and_published_in_order() -> None:
+    async with peer_cluster(0, 3) as cluster:
+        sources = await two_holders(cluster)
+        first, second = Gate(cluster, "d0"), Gate(cluster, "d1")
+        task = asyncio.create_task(cluster.run("d2", replace(ask(LONG), sources=sources)))
+        # Neither has been answered when the other one is asked.
+        await first.reached.wait()
+        await second.reached.wait()
+        second.opened.set()
+        await turns_until(lambda: "complete" in cluster.ends("d2"))
+        blocks = cluster.decoder("d2")._core._prefixes.blocks
+        assert not blocks._index
+        first.opened.set()
+        stream = await task
+        assert check(ask(LONG), stream).write_floor == 10 * WINDOW
+        assert outcome_of(stream).from_peers == ((0, 10),)
+        assert cluster.ends("d2") == {"complete": 2}
+
+
+async def test_a_range_that_fails_ends_the_prefix_there() -> None:
+    async with peer_cluster(0, 3, config=HASTY, lanes=IMPATIENT) as cluster:
+        sources = await two_holders(cluster)
+        gate = Gate(cluster, "d0")
+        task = asyncio.create_task(cluster.run("d2", replace(ask(LONG), sources=sources)))
+        await gate.reached.wait()
+        await turns_until(lambda: "complete" in cluster.ends("d2"))
+        cluster.kill("d0")
+        gate.opened.set()
+        stream = await task
+        assert check(ask(LONG), stream).kind is PlanKind.COLD
+        assert outcome_of(stream).num_held == 0
+        assert outcome_of(stream).from_peers == ()
+
+
+async def test_no_more_ranges_are_pulled_at_once_than_a_prompt_may() -> None:
+    config = replace(CONFIG, transfer=TransferConfig(2, max_pulls_at_once=2))
+    async with peer_cluster(0, 4, config=config) as cluster:
+        gates = []
+        for name in ("d0", "d1", "d2"):
+            await cluster.run(name, ask(LONG, "first"))
+            gates.append(Gate(cluster, name))
+        ranges = (("d0", 0, 4), ("d1", 4, 8), ("d2", 8, 10))
+        sources = PrefixSources(
+            tuple(BlockSource(cluster.address(n), (), first, stop) for n, first, stop in ranges)
+        )
+        task = asyncio.create_task(cluster.run("d3", replace(ask(LONG), sources=sources)))
+        await gates[0].reached.wait()
+        await gates[1].reached.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not gates[2].reached.is_set()
+        gates[1].opened.set()
+        await gates[2].reached.wait()
+        gates[0].opened.set()
+        gates[2].opened.set()
+        assert outcome_of(await task).from_peers == ((0, 10),)
+
+
+async def test_what_comes_early_leaves_pages_for_what_comes_before_it() -> None:
+    """While they are brought, another request takes all pages but four."""
+    async with peer_cluster(0, 3, num_blocks=16) as cluster:
+        sources = await two_holders(cluster)
+        first, second = Gate(cluster, "d0"), Gate(cluster, "d1")
+        task = asyncio.create_task(cluster.run("d2", replace(ask(LONG), sources=sources)))
+        await second.reached.wait()
+        pages = cluster.decoder("d2")._core._pages
+        loan = pages.borrow_new(pages.num_available_blocks - 4)
+        second.opened.set()
+        await turns_until(lambda: "failed" in cluster.ends("d2"))
+        assert pages.num_available_blocks == 4
+        first.opened.set()
+        await turns_until(lambda: "complete" in cluster.ends("d2"))
+        loan.end()
+        stream = await task
+        assert check(ask(LONG), stream).write_floor == outcome_of(stream).num_held * WINDOW
+        assert outcome_of(stream).num_held >= 4
+
+
+async def test_a_cancel_at_every_await_of_two_pulls() -> None:
+    is_through = False
+    for num_turns in range(0, 400, 2):
+        async with peer_cluster(0, 3) as cluster:
+            sources = await two_holders(cluster)
+            task = asyncio.create_task(cluster.run("d2", replace(ask(LONG), sources=sources)))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            is_through = cluster.ends("d2").get("complete") == 2
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await cluster.settle()
+            check(ask(LONG), await cluster.run("d2", ask(LONG, "again")))
+        if is_through:
+            break
+    assert is_through
 
 
 async def test_a_chain_of_a_replayed_lineage_is_brought_as_such() -> None:
