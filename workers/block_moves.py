@@ -24,7 +24,13 @@ import torch
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.cache.block_record import BlockRecord, Producer, UnusedBlock
+from ripresa.workers.cache.block_record import (
+    BlockRecord,
+    Producer,
+    PublishedBlock,
+    PublishOutcome,
+    UnusedBlock,
+)
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.cache.cache_events import FindKeepers, Origin, Unkept
 from ripresa.workers.config import MoveConfig
@@ -47,6 +53,14 @@ MAX_ASKED = 64
 
 Stored = Callable[[Sequence[BlockIdentity]], Awaitable[Sequence[bool]]]
 """Which of these blocks can be had again without another worker."""
+
+Store = Callable[[list[PublishedBlock], float], None]
+"""Copies blocks that are published here to the disk, by and by; the number is the seconds for which
+they have not been used."""
+
+
+def stored_nowhere(blocks: list[PublishedBlock], age_s: float) -> None:
+    """The `Store` of a worker without a disk."""
 
 
 class BlockGiving:
@@ -206,9 +220,19 @@ class BlockKeeping:
 
     Nothing is set aside between the offer and the payload: what has to make room goes when the
     blocks are there, and if there is no room any more the move fails.
+
+    Args:
+        store: where they are kept beyond memory: this may be all that is left of them.
     """
 
-    def __init__(self, blocks: BlockCache, pages: PagePool, runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        blocks: BlockCache,
+        pages: PagePool,
+        runner: ModelRunner,
+        store: Store = stored_nowhere,
+    ) -> None:
+        self._store = store
         self._blocks = blocks
         self._pages = pages
         self._runner = runner
@@ -249,6 +273,7 @@ class BlockKeeping:
         loan = self._pages.borrow_new(len(moved), is_use=False)
         try:
             self._runner.import_blocks(loan.blocks, payload)
+            taken: list[PublishedBlock] = []
             for block, each in zip(loan.blocks, moved, strict=True):
                 record = BlockRecord(
                     BlockIdentity(each.hash, each.restarts),
@@ -256,7 +281,11 @@ class BlockKeeping:
                     manifest.layout_digest.hex(),
                     Origin(each.tenant, each.first, each.parent),
                 )
-                self._blocks.acknowledge(self._blocks.offer(block, record, each.age_s), rank=0)
+                offer = self._blocks.offer(block, record, each.age_s)
+                if self._blocks.acknowledge(offer, rank=0) is PublishOutcome.PUBLISHED:
+                    # On disk as well the longest unused one is the first to go.
+                    taken.append(PublishedBlock(len(moved) - len(taken), block, record))
+            self._store(taken, moved[-1].age_s)
         finally:
             loan.end()
         self.num_taken += len(moved)

@@ -163,6 +163,7 @@ class EngineCore:
             moves=config.moves,
             find_keepers=find_keepers,
             stored=None if self._disk is None else self._disk.holds,
+            store=lambda blocks, age_s: self._store(blocks, clock() - age_s),
         )
         self._giving = self.exchange.giving
         self._role = role
@@ -782,6 +783,10 @@ class EngineCore:
         """Let others find what is committed, here and in later lives of the worker."""
         published = job.prefix.publish(job.sequence)
         job.notify()
+        self._store(published, job.prefix.opened_at)
+
+    def _store(self, published: list[PublishedBlock], used_at: float) -> None:
+        """Copy published blocks for the disk, behind the requests."""
         if self._disk is None or not published:
             return
         if not self._disk.has_room:
@@ -790,7 +795,7 @@ class EngineCore:
         # A loan and not the request's own pages: its slot and id are free when it is over.
         chain = [block.record.identity for block in published]
         loan = self._pages.borrow(chain, is_use=False)
-        task = asyncio.create_task(self._keep(self._disk, published, loan, job.prefix.opened_at))
+        task = asyncio.create_task(self._keep(self._disk, published, loan, used_at))
         self._keeping.add(task)
         task.add_done_callback(self._keeping.discard)
 

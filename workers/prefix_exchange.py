@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ripresa.workers.block_moves import BlockGiving, BlockKeeping, Stored
+from ripresa.workers.block_moves import (
+    BlockGiving,
+    BlockKeeping,
+    Store,
+    Stored,
+    stored_nowhere,
+)
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.cache.cache_events import FindKeepers
 from ripresa.workers.config import MoveConfig, TransferConfig
@@ -34,6 +40,7 @@ class PrefixExchange:
         moves: how last copies go to other workers.
         find_keepers: asks who should keep them; None if nobody knows.
         stored: which blocks need no other worker; None if they all do.
+        store: keeps beyond memory what others had to evict.
 
     Attributes:
         supply: what is brought for requests.
@@ -53,10 +60,11 @@ class PrefixExchange:
         moves: MoveConfig | None = None,
         find_keepers: FindKeepers | None = None,
         stored: Stored | None = None,
+        store: Store = stored_nowhere,
     ) -> None:
         self._pulls = None if peers is None else PeerPulls(peers, runner)
         self._serving = None if peers is None else PrefixServing(prefixes, live, peers, config)
-        self._keeping = BlockKeeping(prefixes.blocks, pages, runner)
+        self._keeping = BlockKeeping(prefixes.blocks, pages, runner, store)
         self.giving = (
             None
             if peers is None

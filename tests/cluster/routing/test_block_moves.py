@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from split_cluster import CONFIG, Stream
 
 from ripresa.workers.block_moves import manifest_of
 from ripresa.workers.cache.block_hash import BlockIdentity
-from ripresa.workers.config import MoveConfig
+from ripresa.workers.config import DiskConfig, MoveConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
 from ripresa.workers.job import Job
@@ -207,6 +208,29 @@ async def test_what_is_on_disk_does_not_move() -> None:
         giving._stored = stored
         assert await giving.give(unused) == 1
         assert moves(cluster, "d1").num_taken == 1
+
+
+async def test_a_last_copy_goes_to_its_keeper_s_disk_too(tmp_path: Path) -> None:
+    """The giver's disk has lost it."""
+    config = replace(STILL, disk=DiskConfig(str(tmp_path / "blocks")))
+    async with routed_cluster(0, 2, config=config, num_blocks=NUM_BLOCKS) as cluster:
+        asked = prompts(4)
+        for request in asked:
+            await run(cluster, "d0", request)
+        giver, keeper = (worker.engine for worker in cluster.workers_by_id.values())
+        await giver.flush_disk()
+        assert giver._core._disk is not None
+        await giver._core._disk.forget(None)
+        giving, unused = giver._core.exchange.giving, giver._core._prefixes.blocks.at_risk(8)
+        assert giving is not None
+        num_moved = await giving.give(unused)
+        assert num_moved == len(unused) > 4
+        await turns_until(lambda: not keeper._core._keeping)
+        await keeper.flush_disk()
+        disk = keeper._core._disk
+        assert disk is not None
+        assert all(await disk.holds([each.record.identity for each in unused]))
+        assert disk.stats().written == num_moved
 
 
 async def test_a_move_that_is_cancelled_anywhere_leaves_nothing() -> None:
