@@ -1208,6 +1208,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class CacheSegment(_message.Message):
+    """Where the state of reused tokens was when the request came."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int
@@ -1217,9 +1219,11 @@ class CacheSegment(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
     tier: Global___CacheTier.ValueType
     source_worker_id: _builtins.str
+    """empty for PEER: several may have sent it"""
     start_token: _builtins.int
     num_tokens: _builtins.int
     bytes_moved: _builtins.int
+    """0: not told"""
     def __init__(
         self,
         *,
@@ -1289,7 +1293,9 @@ class CacheProvenance(_message.Message):
     decoder_start_token (tail layer_exact).
     """
     @_builtins.property
-    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheSegment]: ...
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheSegment]:
+        """of [0, boundary_token), ascending, without a gap"""
+
     @_builtins.property
     def restarts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Together with Build these re-run the request the same way.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ripresa.workers.address import WorkerAddress
 
@@ -118,6 +119,31 @@ class PullEnd(StrEnum):
     FAILED = "failed"
 
 
+class HitTier(StrEnum):
+    """Where cached state of a prompt was when its request came.
+
+    DEVICE: in the KV pages of the worker that computes it. HOST: in its host memory. PEER: in
+    another worker. DISK: on its disk.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    PEER = "peer"
+    DISK = "disk"
+
+
+class HitSegment(NamedTuple):
+    """Tokens [first, stop) of a prompt, whose state was in one tier."""
+
+    tier: HitTier
+    first: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.first
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixOutcome:
     """What became of a request's sources; all counts are blocks of its prompt.
@@ -152,13 +178,26 @@ class PrefixOutcome:
     def num_from_disk(self) -> int:
         return sum(stop - first for first, stop in self.from_disk)
 
-    def tokens_from_peers(self, start: int, window: int) -> int:
-        """How many of the skipped tokens [0, start) were brought from other workers.
+    def segments(self, start: int, window: int, *, is_resumed: bool) -> tuple[HitSegment, ...]:
+        """Where the state of the skipped tokens [0, start) was, ascending and without a gap.
 
         Args:
             start: of the recipe.
             window: W.
+            is_resumed: the request goes on from a session's parked state, which is what is known
+                of the tokens behind the last whole block.
         """
-        return sum(
-            max(0, min(start, stop * window) - first * window) for first, stop in self.from_peers
-        )
+        stop = start // window * window if is_resumed else start
+        brought = [(first, end, HitTier.PEER) for first, end in self.from_peers]
+        brought += [(first, end, HitTier.DISK) for first, end in self.from_disk]
+        segments: list[HitSegment] = []
+        reached = 0
+        for first_block, end_block, tier in sorted(brought):
+            first, end = min(stop, first_block * window), min(stop, end_block * window)
+            segments.append(HitSegment(HitTier.DEVICE, reached, first))
+            segments.append(HitSegment(tier, first, end))
+            reached = end
+        segments.append(HitSegment(HitTier.DEVICE, reached, stop))
+        parked_in = HitTier.PEER if self.has_image else HitTier.HOST
+        segments.append(HitSegment(parked_in, stop, start))
+        return tuple(segment for segment in segments if segment.first < segment.stop)

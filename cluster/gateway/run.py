@@ -17,7 +17,7 @@ from ripresa.cluster.observability.metrics import GatewayMetrics, RequestState
 from ripresa.cluster.routing.event_stream import end_tasks
 from ripresa.cluster.routing.prompt import CaughtUp, Placed, Planned, PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
-from ripresa.workers.replay import Recipe
+from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.request import Finished, FinishReason, Tokens, WorkCounters
 
 MAX_WAITING_EVENTS = 64
@@ -181,8 +181,9 @@ class CountedBooks:
                 record.failed(code)
 
     def _planned(self, choice: int, event: Placed | Planned, recipe: Recipe) -> None:
-        num_from_peers = event.prefix.tokens_from_peers(recipe.start, self._window)
-        self._records[choice].planned(recipe, num_from_peers, event.hit_error_tokens)
+        is_resumed = recipe.kind is PlanKind.RESUME
+        segments = event.prefix.segments(recipe.start, self._window, is_resumed=is_resumed)
+        self._records[choice].planned(recipe, segments, event.hit_error_tokens)
         if self._meter is not None:
             self._meter.planned(recipe.start)
 

@@ -17,6 +17,7 @@ from ripresa.cluster.routing.prompt import Placed, PromptRequest
 from ripresa.cluster.version import VERSION
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.prefix_sources import HitTier, PrefixOutcome
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.request import FinishReason, TokenLogprobs, Tokens
 
@@ -28,6 +29,9 @@ KIND: Mapping[PlanKind, pb.PlanKind.ValueType] = MappingProxyType(
 )
 MODE: Mapping[ReplayMode, pb.ReplayMode.ValueType] = MappingProxyType(
     {mode: pb.ReplayMode.Value(f"REPLAY_MODE_{mode.name}") for mode in ReplayMode}
+)
+TIER: Mapping[HitTier, pb.CacheTier.ValueType] = MappingProxyType(
+    {tier: pb.CacheTier.Value(f"CACHE_TIER_{tier.name}") for tier in HitTier}
 )
 REASON: Mapping[FinishReason, pb.FinishReason.ValueType] = MappingProxyType(
     {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -50,6 +54,7 @@ class StreamFacts:
     Args:
         prompts: one for each choice.
         request_id: as the client knows it.
+        window: W, tokens in a block.
         encoding: how the prompt was rendered; empty for a prompt as it was given.
         clock: monotonic seconds.
         received: when the request arrived, on that clock; None for a resumed stream, of which no
@@ -64,6 +69,7 @@ class StreamFacts:
         tokenizer: Tokenizer,
         *,
         request_id: str,
+        window: int,
         encoding: str = "",
         clock: Callable[[], float],
         received: float | None,
@@ -78,7 +84,10 @@ class StreamFacts:
         self._times = _Times(received)
         self._start_time = start_time
         self._worker_id = ""
+        self._window = window
+        self._computing_id = ""
         self._recipe: Recipe | None = None
+        self._prefix = PrefixOutcome()
         self._num_tokens = [0] * len(prompts)
         silent = set(self._prompt.sampling.stop_token_ids)
         if model.eos_token_id is not None and not self._prompt.sampling.ignore_eos:
@@ -102,10 +111,12 @@ class StreamFacts:
         """Workers hold the first choice's pages."""
         self._times.placed = self._clock()
         self._worker_id = placed.worker_id
+        self._computing_id = placed.encoder_id or placed.worker_id
 
-    def planned(self, recipe: Recipe) -> None:
-        """What is computed of the prompt is known."""
+    def planned(self, recipe: Recipe, prefix: PrefixOutcome) -> None:
+        """What is computed of the prompt is known, and where the rest of it was."""
         self._recipe = recipe
+        self._prefix = prefix
 
     def started(self) -> pb.Started:
         recipe = self._require_recipe()
@@ -120,7 +131,7 @@ class StreamFacts:
             worker_id=self._worker_id,
             start_time=start_time,
             stream_id="" if ticket is None else public_id(ticket.stream_id, self._worker_id),
-            cache=provenance(recipe, self._prompt.cache.mode),
+            cache=self._provenance(recipe),
             seed=recipe.seed,
         )
 
@@ -159,7 +170,7 @@ class StreamFacts:
                 cached_tokens=recipe.start,
                 reasoning_tokens=num_reasoning_tokens,
             ),
-            cache=provenance(recipe, self._prompt.cache.mode),
+            cache=self._provenance(recipe),
             timings=self._timings(),
             build=build(self._model, self._tokenizer, self._encoding),
         )
@@ -191,6 +202,19 @@ class StreamFacts:
                 for i, logprob in entry.top
             ],
         )
+
+    def _provenance(self, recipe: Recipe) -> pb.CacheProvenance:
+        cache = provenance(recipe, self._prompt.cache.mode)
+        is_resumed = recipe.kind is PlanKind.RESUME
+        segments = self._prefix.segments(recipe.start, self._window, is_resumed=is_resumed)
+        for segment in segments:
+            cache.segments.add(
+                tier=TIER[segment.tier],
+                source_worker_id="" if segment.tier is HitTier.PEER else self._computing_id,
+                start_token=segment.first,
+                num_tokens=segment.num_tokens,
+            )
+        return cache
 
     def _require_recipe(self) -> Recipe:
         if self._recipe is None:

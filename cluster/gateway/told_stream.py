@@ -47,10 +47,10 @@ async def told(run: Run, facts: StreamFacts, teller: Teller[M]) -> AsyncGenerato
                 case Placed() if choice == 0:
                     facts.placed(event)
                     if event.recipe is not None:
-                        facts.planned(event.recipe)
+                        facts.planned(event.recipe, event.prefix)
                         messages = teller.started()
                 case Planned() if choice == 0:
-                    facts.planned(event.recipe)
+                    facts.planned(event.recipe, event.prefix)
                     messages = teller.started()
                 case Tokens():
                     messages = teller.deltas(choice, event)

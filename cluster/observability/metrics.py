@@ -26,7 +26,7 @@ from ripresa.cluster.observability.worker_totals import (
 from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.errors import ErrorCode
-from ripresa.workers.prefix_sources import PullEnd
+from ripresa.workers.prefix_sources import HitSegment, HitTier, PullEnd
 from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import FinishReason, WorkCounters
@@ -65,10 +65,16 @@ class Phase(StrEnum):
 
 
 class TokenSource(StrEnum):
-    """How the state of a prompt token came to be; every token has one source."""
+    """How the state of a prompt token came to be; every token has one source.
+
+    SKIPPED_LOCAL: it was in the memory of the worker that computes the prompt. SKIPPED_PEER,
+    SKIPPED_DISK: that worker brought it from another one, or from its disk. RESUMED: a session
+    went on from its parked state, wherever that and the blocks below it were.
+    """
 
     SKIPPED_LOCAL = "skipped_local"
     SKIPPED_PEER = "skipped_peer"
+    SKIPPED_DISK = "skipped_disk"
     RESUMED = "resumed"
     RECOMPUTED = "recomputed"
     NEW = "new"
@@ -137,19 +143,22 @@ class DiskOutcome(StrEnum):
 
 
 def tokens_by_source(
-    recipe: Recipe, num_prompt_tokens: int, num_from_peers: int = 0
+    recipe: Recipe, num_prompt_tokens: int, segments: Sequence[HitSegment] = ()
 ) -> dict[TokenSource, int]:
     """Split a prompt's tokens: skipped + recomputed + new (replay rules, section 2).
 
     Args:
-        num_from_peers: skipped tokens that other workers sent.
+        segments: where the skipped tokens' state was; () for the worker's own memory.
     """
     if recipe.kind is PlanKind.RESUME:
         skipped = {TokenSource.RESUMED: recipe.start}
     else:
+        num_from_peers = sum(s.num_tokens for s in segments if s.tier is HitTier.PEER)
+        num_from_disk = sum(s.num_tokens for s in segments if s.tier is HitTier.DISK)
         skipped = {
-            TokenSource.SKIPPED_LOCAL: recipe.start - num_from_peers,
+            TokenSource.SKIPPED_LOCAL: recipe.start - num_from_peers - num_from_disk,
             TokenSource.SKIPPED_PEER: num_from_peers,
+            TokenSource.SKIPPED_DISK: num_from_disk,
         }
     return {
         **skipped,
@@ -600,16 +609,19 @@ class RequestRecord:
         self._move(RequestState.RUNNING)
 
     def planned(
-        self, recipe: Recipe, num_from_peers: int = 0, hit_error_tokens: int | None = None
+        self,
+        recipe: Recipe,
+        segments: Sequence[HitSegment] = (),
+        hit_error_tokens: int | None = None,
     ) -> None:
         """What is computed of the prompt is fixed; called once.
 
         Args:
-            num_from_peers: skipped tokens that other workers sent.
+            segments: see `tokens_by_source`.
             hit_error_tokens: planned minus real hit; None if none was planned with.
         """
         counter = self._metrics.counter
-        sources = tokens_by_source(recipe, self._num_prompt_tokens, num_from_peers)
+        sources = tokens_by_source(recipe, self._num_prompt_tokens, segments)
         for source, num_tokens in sources.items():
             counter(PROMPT_TOKENS).labels(source).inc(num_tokens)
         if hit_error_tokens:

@@ -10,6 +10,7 @@ from served_cluster import ServedCluster, eventually, kill
 
 from ripresa.cluster.client import Client
 from ripresa.cluster.gateway.recording import recording_of
+from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import Numerics
 from ripresa.workers.demo.checkpoint import demo_checkpoint
@@ -26,11 +27,16 @@ def words(seed: str, count: int) -> tuple[int, ...]:
 
 
 def ask(cluster: ServedCluster, tokens: tuple[int, ...]) -> Recording:
+    return asked(cluster, tokens)[0]
+
+
+def asked(cluster: ServedCluster, tokens: tuple[int, ...]) -> tuple[Recording, pb.CacheProvenance]:
     with Client(cluster.address, timeout_s=120) as client:
         stream = client.generate(
             tokens, return_token_ids=True, max_tokens=6, temperature=0.0, ignore_eos=True
         )
-        return recording_of(stream.request, stream.answer())
+        answer = stream.answer()
+        return recording_of(stream.request, answer), answer.cache
 
 
 def disk_stats(cluster: ServedCluster, field: str) -> int:
@@ -58,12 +64,17 @@ def test_killed_workers_have_95_percent_of_their_hits(on_disk: ServedCluster) ->
     for worker in on_disk.workers().values():
         kill(worker)
     on_disk.wait_until_whole()
-    restarted = [ask(on_disk, tokens) for tokens in histories]
+    answers = [asked(on_disk, tokens) for tokens in histories]
+    restarted = [recording for recording, _ in answers]
     hits = sum(recording.recipe.write_floor for recording in restarted)
     print(f"cached tokens of the next turns: {hits} after kill -9, {undisturbed} undisturbed")
     assert undisturbed > 1000
     assert hits >= 0.95 * undisturbed
     assert disk_stats(on_disk, "bad") == 0
+    # All of it was on disk, and is told so.
+    for recording, cache in answers:
+        segments = [(s.tier, s.start_token, s.num_tokens) for s in cache.segments]
+        assert segments == [(pb.CACHE_TIER_DISK, 0, recording.recipe.start)]
     folder = demo_checkpoint()
     runner = load_for(
         max(restarted, key=lambda r: len(r.token_ids)),

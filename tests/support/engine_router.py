@@ -43,7 +43,8 @@ class EngineRouter:
             async for event in events:
                 match event:
                     case Reserved():
-                        yield Placed(event.worker_id, None, event.recipe, "the only one")
+                        reason = "the only one"
+                        yield Placed(event.worker_id, None, event.recipe, reason, event.prefix)
                     case Tokens() | Finished():
                         yield event
                     case Failed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,8 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.service import InferenceService, expiry
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.observability.metrics import TokenSource
+from ripresa.cluster.routing.prompt import Placed
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import Unavailable
+from ripresa.workers.prefix_sources import PrefixOutcome
+from ripresa.workers.replay import PlanKind
 
 
 def ask(text: str = "hi", **sampling: Any) -> pb.GenerateRequest:
@@ -269,9 +274,8 @@ async def test_metrics_of_a_finished_stream(
     stub: Any, service: InferenceService, tokenizer: Tokenizer
 ) -> None:
     await collect(stub.Generate(ask("hi", max_tokens=5)))
-    sources = ("skipped_local", "skipped_peer", "resumed", "recomputed", "new")
-    tokens = [value(service, "ripresa_prompt_tokens_total", source=source) for source in sources]
-    assert tokens == [0, 0, 0, 0, len(tokenizer.encode("hi"))]
+    tokens = [value(service, "ripresa_prompt_tokens_total", source=s) for s in TokenSource]
+    assert tokens == [0, 0, 0, 0, 0, len(tokenizer.encode("hi"))]
     assert value(service, "ripresa_plan_kind_total", kind="cold") == 1
     assert value(service, "ripresa_generation_tokens_total") == 5
     assert value(service, "ripresa_time_to_first_token_seconds_count") == 1
@@ -279,6 +283,57 @@ async def test_metrics_of_a_finished_stream(
     assert value(service, "ripresa_transfer_bytes_total", backend="gloo") == 1000
     assert value(service, "ripresa_request_success_total", finish_reason="length") == 1
     assert value(service, "ripresa_num_requests_waiting") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "behind"),
+    [
+        (PlanKind.WINDOW, 40, (pb.CACHE_TIER_DEVICE, "encoder-0", 32, 8)),
+        (PlanKind.RESUME, 37, (pb.CACHE_TIER_HOST, "encoder-0", 32, 5)),
+    ],
+)
+async def test_where_cached_tokens_were_is_told_and_counted(
+    stub: Any,
+    service: InferenceService,
+    router: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: PlanKind,
+    start: int,
+    behind: tuple[Any, ...],
+) -> None:
+    events = router._events
+    prefix = PrefixOutcome(from_peers=((1, 2),), from_disk=((2, 4),))
+
+    async def reusing(prompt: Any) -> Any:
+        async for event in events(prompt):
+            if isinstance(event, Placed):
+                assert event.recipe is not None
+                recipe = replace(event.recipe, kind=kind, start=start, write_floor=start)
+                event = replace(event, recipe=recipe, prefix=prefix)
+            yield event
+
+    monkeypatch.setattr(router, "_events", reusing)
+    monkeypatch.setattr(service, "_window", 8)
+    request = ask(max_tokens=1)
+    request.token_ids.ids.extend([7] * 50)
+    responses = await collect(stub.Generate(request))
+    started, completed = responses[0].started, responses[-1].completed
+    assert [
+        (s.tier, s.source_worker_id, s.start_token, s.num_tokens) for s in started.cache.segments
+    ] == [
+        (pb.CACHE_TIER_DEVICE, "encoder-0", 0, 8),
+        (pb.CACHE_TIER_PEER, "", 8, 8),
+        (pb.CACHE_TIER_DISK, "encoder-0", 16, 16),
+        behind,
+    ]
+    assert completed.cache == started.cache
+    by_source = {s: value(service, "ripresa_prompt_tokens_total", source=s) for s in TokenSource}
+    if kind is PlanKind.RESUME:
+        assert by_source[TokenSource.RESUMED] == start
+    else:
+        assert by_source[TokenSource.SKIPPED_LOCAL] == start - 24
+        assert by_source[TokenSource.SKIPPED_PEER] == 8
+        assert by_source[TokenSource.SKIPPED_DISK] == 16
 
 
 async def test_many_streams_at_once_are_each_their_own(stub: Any, router: Any) -> None:

@@ -22,6 +22,7 @@ from ripresa.cluster.observability.metrics import (
 from ripresa.cluster.routing.prompt import Waste
 from ripresa.workers.cache.block_store import StoreStats
 from ripresa.workers.errors import ErrorCode
+from ripresa.workers.prefix_sources import HitSegment, HitTier
 from ripresa.workers.replay import PlanKind, Recipe, TailVariant
 from ripresa.workers.report import WorkerKind, WorkerReport
 from ripresa.workers.request import (
@@ -100,14 +101,22 @@ def test_labels_take_few_values() -> None:
     assert all(len(values) <= 16 for values in labels.values())
 
 
-def test_tokens_of_peers_and_wrong_hints_are_counted_apart(metrics: GatewayMetrics) -> None:
+def test_tokens_of_peers_and_disks_and_wrong_hints_are_counted_apart(
+    metrics: GatewayMetrics,
+) -> None:
     recipe = replace(RECIPE, start=300, write_floor=400)
-    metrics.request_started(num_prompt_tokens=500).planned(recipe, 128, 256)
-    metrics.request_started(num_prompt_tokens=500).planned(recipe, 0, -100)
+    segments = (
+        HitSegment(HitTier.DEVICE, 0, 128),
+        HitSegment(HitTier.PEER, 128, 256),
+        HitSegment(HitTier.DISK, 256, 300),
+    )
+    metrics.request_started(num_prompt_tokens=500).planned(recipe, segments, 256)
+    metrics.request_started(num_prompt_tokens=500).planned(recipe, (), -100)
     metrics.wasted(Waste.CANCELLED, 70)
     read = samples(metrics)
     assert read["ripresa_prompt_tokens_total", "skipped_peer"] == 128
-    assert read["ripresa_prompt_tokens_total", "skipped_local"] == 172 + 300
+    assert read["ripresa_prompt_tokens_total", "skipped_local"] == 128 + 300
+    assert read["ripresa_prompt_tokens_total", "skipped_disk"] == 44
     assert read["ripresa_directory_hit_error_tokens_total", "missing"] == 256
     assert read["ripresa_directory_hit_error_tokens_total", "unknown"] == 100
     assert read["ripresa_wasted_tokens_total", "cancelled"] == 70
@@ -238,6 +247,7 @@ def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
     assert by_source == {
         "skipped_local": 2,
         "skipped_peer": 0,
+        "skipped_disk": 0,
         "resumed": 0,
         "recomputed": 2,
         "new": 3,
