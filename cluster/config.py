@@ -146,7 +146,8 @@ class GatewaySettings:
             itself; 0 refuses it.
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
-        drain_grace_s: how long a stopping gateway lets its streams go on, in seconds.
+        drain_grace_s: how long a stopping gateway lets its streams go on, in seconds. Then it cuts
+            them: those of gRPC go on without it, for `Resume`; those of HTTP end.
         api_keys_file: which keys belong to which tenants, and what those may do; read again when
             it changes. Null asks nobody for a key.
     """

@@ -228,7 +228,7 @@ class Gateway:
             )
 
     async def __del__(self) -> None:
-        await self._grpc.stop(self._drain_grace_s)
+        await self._grpc.stop(self._drain_grace_s, before_cut=self._calls.detach)
         await self._admin.stop()
         await self._operators.stop()
         await self.service.keep_answers()

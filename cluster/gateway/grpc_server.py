@@ -122,15 +122,26 @@ class GrpcServer:
         await self._server.start()
         self._watch = asyncio.create_task(self._watch_readiness(), name="grpc-readiness")
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, before_cut: Callable[[], None] | None = None) -> None:
         """Drain: health says NOT_SERVING, a notice later no new call is taken, running calls get
-        `grace_s` seconds to finish. Safe to call without a `start`."""
+        `grace_s` seconds to finish, and then are cut. Safe to call without a `start`.
+
+        Args:
+            before_cut: called if there may be calls to cut.
+        """
         self._service.start_draining()
         if self._watch is not None:
             self._watch.cancel()
             await self._health.enter_graceful_shutdown()
             await asyncio.sleep(self._drain_notice_s)
-        await self._server.stop(grace_s)
+        # Its own time is up later: the cut below comes first.
+        stopping = asyncio.create_task(self._server.stop(grace_s + 60.0), name="grpc-stop")
+        await asyncio.wait({stopping}, timeout=grace_s)
+        if not stopping.done():
+            if before_cut is not None:
+                before_cut()
+            await self._server.stop(None)
+        await stopping
 
     async def _watch_readiness(self) -> None:
         while True:

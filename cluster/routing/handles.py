@@ -65,6 +65,11 @@ class RayWorkerCalls:
         self._decoders = direct(decoders)
         self._streams = self._decoders.options(stream=True)
         self._goodbyes: set[asyncio.Task[None]] = set()
+        self._is_detached = False
+
+    def detach(self) -> None:
+        """From now on the end of a call ends no work that others could go on with."""
+        self._is_detached = True
 
     async def generate(
         self, worker_id: str, request: GenerationRequest, local: bool
@@ -111,6 +116,8 @@ class RayWorkerCalls:
 
     def _say_goodbye(self, workers: DeploymentHandle[Any], worker_id: str, caller: str) -> None:
         """Tell a worker that a caller went on purpose; a dead gateway's calls end just so."""
+        if self._is_detached:
+            return
         task = asyncio.create_task(self._let_go(workers, worker_id, caller), name="goodbye")
         self._goodbyes.add(task)
         task.add_done_callback(self._goodbyes.discard)

@@ -188,12 +188,15 @@ class GatewayCalls:
     """One gateway's way to the workers; implements `WorkerCalls`.
 
     Attributes:
-        is_dead: its process was killed: its calls end, and it tells nobody.
+        is_dead: its process was killed, or it is detached: its calls end, and it tells nobody.
     """
 
     def __init__(self, cluster: RoutedCluster) -> None:
         self._cluster = cluster
         self.is_dead = False
+
+    def detach(self) -> None:
+        self.is_dead = True
 
     async def generate(
         self, worker_id: str, request: GenerationRequest, local: bool

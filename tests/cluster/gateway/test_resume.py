@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 
+import grpc
 import pytest
 from chat_support import calls_block, encode_output
 from resumable_gateways import Request, Response, resumable_gateways
 from suspensions import Cancelling, for_every_wait
 
+from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub
 from ripresa.workers.errors import ErrorCode, RipresaError
 
 EOS = 1
@@ -144,6 +147,30 @@ async def test_a_cancel_at_a_living_gateway_ends_the_work() -> None:
         with pytest.raises(RipresaError) as caught:
             await gateway.resume(read[0].started.stream_id, 3)
         assert caught.value.code is ErrorCode.CANCELLED
+
+
+async def test_a_gateway_that_stops_too_soon_leaves_its_streams_to_others() -> None:
+    async with resumable_gateways(LONG) as gateways:
+        first = gateways.another()
+        server = GrpcServer(first.service, host="127.0.0.1", port=0, drain_notice_s=0)
+        await server.start()
+        read: list[Response] = []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = InferenceStub(channel).Generate(long())
+
+            async def read_on(num_messages: int) -> None:
+                while len(read) < num_messages:
+                    read.append(await call.read())
+
+            await read_on(3)
+            await server.stop(0, before_cut=first.calls.detach)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_on(NUM_LONG)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        second = gateways.another()
+        rest = await second.resume(read[0].started.stream_id, len(read))
+        assert [*read, *rest] == await second.resume(read[0].started.stream_id)
+        assert len(read) + len(rest) == NUM_LONG + 3
 
 
 async def test_two_readers_and_the_last_one_that_goes_ends_the_work() -> None:
