@@ -209,10 +209,21 @@ class Quotas:
             RequestError: PERMISSION_DENIED (not his model, or he is no tenant any more), or
                 RESOURCE_EXHAUSTED (a quota).
         """
+        return self._account(tenant).admit(model, num_choices, num_prompt_tokens)
+
+    def resume(self, tenant: str, num_choices: int) -> Meter:
+        """Go on with a request that was admitted elsewhere, where its prompt was charged.
+
+        Raises:
+            RequestError: PERMISSION_DENIED (he is no tenant any more).
+        """
+        return Meter(self._account(tenant), num_choices, num_prompt_tokens=0)
+
+    def _account(self, tenant: str) -> _Account:
         if tenant not in self._tenants.by_name:
             raise RequestError(
                 ErrorCode.PERMISSION_DENIED,
                 "TENANT_FORBIDDEN",
                 f"{tenant} is no tenant of this server any more",
             )
-        return self._accounts[tenant].admit(model, num_choices, num_prompt_tokens)
+        return self._accounts[tenant]

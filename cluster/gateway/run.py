@@ -189,18 +189,30 @@ class CountedBooks:
 
 
 class ResumedBooks:
-    """Counts nothing: the gateway that began a stream counts it.
+    """Charges what of a stream another gateway has not told; the one that began it counts it.
 
     Args:
         caught_up: hears that what was known of a choice was told, and whether nothing was.
+        meter: of the tenant; None where there are no tenants.
     """
 
-    def __init__(self, caught_up: Callable[[bool], None]) -> None:
+    def __init__(self, caught_up: Callable[[bool], None], meter: Meter | None) -> None:
         self._caught_up = caught_up
+        self._meter = meter
+        self._num_untold = 0
 
     def book(self, choice: int, event: RouterEvent) -> None:
-        if isinstance(event, CaughtUp):
-            self._caught_up(event.is_lost)
+        match event:
+            case CaughtUp():
+                self._caught_up(event.is_lost)
+            case Tokens():
+                self._num_untold += len(event.token_ids)
+
+    def told(self, *, is_new: bool) -> None:
+        """The tokens so far are told: here, or elsewhere before."""
+        if is_new and self._meter is not None:
+            self._meter.generated(self._num_untold)
+        self._num_untold = 0
 
     def stopped(self, choice: int) -> None:
         return None

@@ -406,6 +406,9 @@ class InferenceService:
 
         name = f"resumed {uuid.uuid4().hex}"
         self._check_room(name, len(prompts))
+        tenant, quotas = resumed.origin.tenant, self._quotas
+        meter = None if quotas is None else quotas.resume(tenant, len(prompts))
+        books = ResumedBooks(caught_up, meter)
         self._running[name] = len(prompts)
         try:
             facts = StreamFacts(
@@ -419,18 +422,22 @@ class InferenceService:
                 received=None,
                 start_time=resumed.origin.start_time,
             )
-            run = Run(follow, prompts, ResumedBooks(caught_up))
+            run = Run(follow, prompts, books)
             stream: AsyncGenerator[Any] = told(run, facts, tell(facts))
             if heard is not None:
                 stream = self._kept(stream, resumed.origin.place, heard)
             async with aclosing(stream) as messages:
                 async for message in messages:
                     num_told = message.sequence + 1
-                    if message.sequence >= request.next_sequence:
+                    is_new = message.sequence >= request.next_sequence
+                    books.told(is_new=is_new)
+                    if is_new:
                         yield message
             caught_up(is_lost=False)
         finally:
             del self._running[name]
+            if meter is not None:
+                meter.close()
 
     def _text_teller(
         self, return_token_ids: bool, asked: AskedText, facts: StreamFacts

@@ -17,6 +17,7 @@ from routed_cluster import GatewayCalls, RoutedCluster, routed_cluster
 from split_cluster import CONFIG
 
 from ripresa.cluster.config import DEMO_MODEL
+from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
@@ -71,18 +72,21 @@ class TestGateway:
 
     Attributes:
         calls: its way to the workers.
+        tenant: whose calls it gets.
     """
 
     __test__ = False
 
     service: InferenceService
     calls: GatewayCalls
+    tenant: str = ""
     num_calls: int = 0
 
     def open(self, request: Request) -> Any:
         """A request's messages."""
         self.num_calls += 1
-        call = Call(request.options.request_id or f"call-{id(self)}-{self.num_calls}")
+        request_id = request.options.request_id or f"call-{id(self)}-{self.num_calls}"
+        call = Call(request_id, tenant=self.tenant)
         if isinstance(request, pb.ChatRequest):
             return self.service.chat(request, call)
         return self.service.generate(request, call)
@@ -108,7 +112,7 @@ class TestGateway:
     def resumed(self, stream_id: str, next_sequence: int) -> Any:
         """A stream's further messages."""
         request = pb.ResumeRequest(stream_id=stream_id, next_sequence=next_sequence)
-        return self.service.resume(request, Call("resuming"))
+        return self.service.resume(request, Call("resuming", tenant=self.tenant))
 
     async def resume(self, stream_id: str, next_sequence: int = 0) -> list[Response]:
         async with aclosing(self.resumed(stream_id, next_sequence)) as messages:
@@ -131,8 +135,8 @@ class Gateways:
         self._services: list[InferenceService] = []
         self.store = LocalSessionStore()
 
-    def another(self) -> TestGateway:
-        """A new gateway."""
+    def another(self, keys: KeyFile | None = None, tenant: str = "") -> TestGateway:
+        """A new gateway, whose calls are a tenant's."""
         calls, router = self.cluster.gateway()
         run = router.generate
 
@@ -149,10 +153,11 @@ class Gateways:
             GatewayMetrics(),
             encoding=self._encoding,
             window=8,
+            keys=keys,
         )
         service.keep_sessions(self.store)
         self._services.append(service)
-        return TestGateway(service, calls)
+        return TestGateway(service, calls, tenant)
 
     async def idle(self) -> None:
         """Return once no stream runs on any worker, and no step has to do with one."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import grpc
 import pytest
 from chat_support import calls_block, encode_output
-from resumable_gateways import Request, Response, resumable_gateways
+from resumable_gateways import Request, Response, TestGateway, resumable_gateways
 from suspensions import Cancelling, for_every_wait
 
+from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.status import RequestError
+from ripresa.cluster.observability.metrics import (
+    TENANT_RUNNING,
+    TENANT_TOKENS,
+    BilledTokens,
+    Kind,
+    Series,
+)
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -171,6 +180,40 @@ async def test_a_gateway_that_stops_too_soon_leaves_its_streams_to_others() -> N
         rest = await second.resume(read[0].started.stream_id, len(read))
         assert [*read, *rest] == await second.resume(read[0].started.stream_id)
         assert len(read) + len(rest) == NUM_LONG + 3
+
+
+@pytest.mark.parametrize("name", ["text, two choices and log probabilities", "chat, tool calls"])
+async def test_two_gateways_charge_what_one_would(name: str, tmp_path: Path) -> None:
+    request, answers = SCENARIOS[name]
+    file = tmp_path / "keys.yaml"
+    file.write_text(f'tenants: {{red: {{keys: ["{key_digest("rk-red")}"], max_running: 2}}}}')
+    keys = KeyFile(file)
+
+    def charged(gateway: TestGateway) -> float:
+        return sample(gateway, TENANT_TOKENS, BilledTokens.GENERATED)
+
+    async with resumable_gateways(answers) as gateways:
+        undisturbed = gateways.another(keys, "red")
+        told = await undisturbed.ask(request)
+        # Whatever closes an answer is not streamed.
+        assert charged(undisturbed) == sum(len(answer) - 1 for answer in answers.values())
+        for k in range(1, len(told), max(1, len(told) // 6)):
+            first, second = gateways.another(keys, "red"), gateways.another(keys, "red")
+            read = await first.read(request, k)
+            stream = second.resumed(read[0].started.stream_id, k)
+            await anext(stream)
+            assert sample(second, TENANT_RUNNING) == len(answers)
+            async for _ in stream:
+                pass
+            assert sample(second, TENANT_RUNNING) == 0
+            assert charged(first) + charged(second) == charged(undisturbed)
+
+
+def sample(gateway: TestGateway, series: Series, *labels: str) -> float:
+    metrics = gateway.service.metrics
+    kept = metrics.gauge if series.kind is Kind.GAUGE else metrics.counter
+    value: float = kept(series).labels("red", *labels)._value.get()
+    return value
 
 
 async def test_two_readers_and_the_last_one_that_goes_ends_the_work() -> None:
