@@ -20,6 +20,7 @@ from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.store_watch import StoreWatch
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerCare, RayWorkerView
@@ -155,6 +156,7 @@ class Gateway:
         )
         if start.max_said_tokens and start.sessions.max_said_tokens:
             self.service.share_answers(store)
+        self._store_watch = StoreWatch(store, metrics)
         await self.service.follow_keys()
         self._grpc = GrpcServer(
             self.service,
@@ -180,6 +182,7 @@ class Gateway:
         )
         await self._view.refresh()
         await self._view.start()
+        await self._store_watch.start()
         await self._operators.start()
         await self._admin.start()
         await self._grpc.start()
@@ -232,6 +235,7 @@ class Gateway:
         await self._admin.stop()
         await self._operators.stop()
         await self.service.keep_answers()
+        await self._store_watch.stop()
         await self.service.forget_keys()
         self.service.close()
         await self._calls.close()

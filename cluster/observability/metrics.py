@@ -24,6 +24,7 @@ from ripresa.cluster.observability.worker_totals import (
     held_bytes,
 )
 from ripresa.cluster.routing.prompt import Waste
+from ripresa.cluster.sessions.books import SessionEnd
 from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.prefix_sources import HitSegment, HitTier, PullEnd
@@ -387,6 +388,28 @@ SAID_ANSWERS = Series(
     "Answers as the model said them that gateways tell each other, by what became of them.",
     labels=(("outcome", tuple(SaidOutcome)),),
 )
+SESSIONS_OPEN = Series(
+    "ripresa_sessions_open",
+    Kind.GAUGE,
+    "Opened sessions that the session store holds. Every gateway tells it of the one store: take "
+    "the largest, not the sum.",
+)
+SESSION_BYTES = Series(
+    "ripresa_session_bytes",
+    Kind.GAUGE,
+    "Memory of the opened sessions' transcripts, about, likewise of the one store.",
+)
+SAID_TOKENS = Series(
+    "ripresa_said_tokens",
+    Kind.GAUGE,
+    "Tokens, or their room, of the answers that the store keeps for gateways, likewise.",
+)
+SESSIONS_ENDED = Series(
+    "ripresa_sessions_ended_total",
+    Kind.COUNTER,
+    "Sessions that were closed, expired or had to make room, likewise.",
+    labels=(("reason", tuple(SessionEnd)),),
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -422,6 +445,10 @@ SERIES = (
     TOOL_GAP,
     PREFIX_BREAK,
     SAID_ANSWERS,
+    SESSIONS_OPEN,
+    SESSION_BYTES,
+    SAID_TOKENS,
+    SESSIONS_ENDED,
 )
 
 

@@ -30,6 +30,14 @@ class Refusal(StrEnum):
     SESSION_TOO_LARGE = "SESSION_TOO_LARGE"
 
 
+class SessionEnd(StrEnum):
+    """Why a session is open no more. EVICTED: it had to make room."""
+
+    CLOSED = "closed"
+    EXPIRED = "expired"
+    EVICTED = "evicted"
+
+
 @dataclass(frozen=True, slots=True)
 class SessionHead:
     """What is fixed for a session.
@@ -119,6 +127,7 @@ class SessionBooks:
         self._expired: OrderedDict[Key, None] = OrderedDict()
         self._by_expiry: list[tuple[float, Key]] = []
         self._num_bytes = 0
+        self._ended = dict.fromkeys(SessionEnd, 0)
 
     @property
     def num_sessions(self) -> int:
@@ -128,6 +137,11 @@ class SessionBooks:
     def num_bytes(self) -> int:
         """What the sessions take, about."""
         return self._num_bytes
+
+    def ended(self, now: float) -> dict[SessionEnd, int]:
+        """How many sessions are open no more, by why."""
+        self._expire(now)
+        return dict(self._ended)
 
     def open(self, key: Key, head: SessionHead, now: float) -> SessionFacts | Refusal:
         """Open a session, or find the same one opened before."""
@@ -189,7 +203,7 @@ class SessionBooks:
         session = self._find(key, now)
         if isinstance(session, Refusal):
             return session
-        self._forget(key)
+        self._forget(key, SessionEnd.CLOSED)
         return session.head
 
     def _find(self, key: Key, now: float) -> _Session | Refusal:
@@ -208,7 +222,7 @@ class SessionBooks:
 
     def _expire(self, now: float) -> None:
         while self._by_expiry and self._by_expiry[0][0] <= now:
-            self._pop()
+            self._pop(SessionEnd.EXPIRED)
 
     def _make_room(self, kept: Key) -> None:
         spared: list[tuple[float, Key]] = []
@@ -216,23 +230,24 @@ class SessionBooks:
             if self._by_expiry[0][1] == kept:
                 spared.append(heapq.heappop(self._by_expiry))
             else:
-                self._pop()
+                self._pop(SessionEnd.EVICTED)
         for entry in spared:
             heapq.heappush(self._by_expiry, entry)
 
-    def _pop(self) -> None:
+    def _pop(self, why: SessionEnd) -> None:
         """Let the session go that expires first, unless it was used since."""
         expires, key = heapq.heappop(self._by_expiry)
         session = self._sessions.get(key)
         if session is None or session.expires != expires:
             return
-        self._forget(key)
+        self._forget(key, why)
         self._expired[key] = None
         if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: Key, why: SessionEnd) -> None:
         self._num_bytes -= self._sessions.pop(key).num_bytes
+        self._ended[why] += 1
 
     def _facts(self, session: _Session) -> SessionFacts:
         newest = next(reversed(session.turns.values()), None)

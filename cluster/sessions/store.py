@@ -22,6 +22,7 @@ from ripresa.cluster.sessions.books import (
     Key,
     Refusal,
     SessionBooks,
+    SessionEnd,
     SessionFacts,
     SessionHead,
     SessionPath,
@@ -37,6 +38,21 @@ NEWS_WAIT_S = 2.0
 """So long the store waits for something new to tell; well within `TIMEOUT_S`."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds, and how many of its sessions have ended.
+
+    Attributes:
+        num_bytes: what sessions take, about.
+        num_said_tokens: the room of answers that gateways tell each other.
+    """
+
+    num_sessions: int
+    num_bytes: int
+    num_said_tokens: int
+    ended: dict[SessionEnd, int]
+
+
 class SessionStore(Protocol):
     """Where sessions are kept. Every method raises RipresaError (UNAVAILABLE) where it is out of
     reach; see `SessionBooks` for what they do."""
@@ -50,6 +66,8 @@ class SessionStore(Protocol):
     async def append(self, key: Key, turn: TurnRecord) -> Refusal | None: ...
 
     async def close(self, key: Key) -> SessionHead | Refusal: ...
+
+    async def stats(self) -> StoreStats: ...
 
 
 class SaidStore(Protocol):
@@ -89,6 +107,10 @@ class LocalSessionStore:
 
     async def close(self, key: Key) -> SessionHead | Refusal:
         return self._books.close(key, time.time())
+
+    async def stats(self) -> StoreStats:
+        books, ended = self._books, self._books.ended(time.time())
+        return StoreStats(books.num_sessions, books.num_bytes, self._said.num_tokens, ended)
 
     async def share(self, gateway: str, answers: Sequence[SaidAnswer]) -> None:
         self._said.add(gateway, answers)
@@ -134,6 +156,10 @@ class RemoteSessionStore:
 
     async def close(self, key: Key) -> SessionHead | Refusal:
         answer: SessionHead | Refusal = await self._call("close", key)
+        return answer
+
+    async def stats(self) -> StoreStats:
+        answer: StoreStats = await self._call("stats")
         return answer
 
     async def share(self, gateway: str, answers: Sequence[SaidAnswer]) -> None:
