@@ -25,6 +25,8 @@ from ripresa.workers.config import TransferConfig, WindowConfig, WindowPolicy
 from ripresa.workers.errors import ErrorCode, LeaderGone, RipresaError
 from ripresa.workers.prefix_sources import (
     BlockSource,
+    HitSegment,
+    HitTier,
     LeaderSource,
     PrefixSources,
     WindowSource,
@@ -84,7 +86,8 @@ async def test_a_prefix_of_another_worker_is_brought(
             NUM_REUSED,
         )
         assert outcome.from_peers == ((0, NUM_REUSED),)
-        assert outcome.tokens_from_peers(recipe.start, WINDOW) == recipe.start
+        segments = outcome.segments(recipe.start, WINDOW, is_resumed=False)
+        assert segments == (HitSegment(HitTier.PEER, 0, recipe.start),)
         assert cluster.ends(puller) == {"complete": 1}
         pulls = cluster.workers[puller].engine.stats().pulls
         served = cluster.workers[holder].engine.stats().pulls
