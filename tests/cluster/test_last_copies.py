@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from hash_machine import GEOMETRY, HashMachine
@@ -98,6 +99,14 @@ class Worker:
         self.blocks.release((block,))
 
 
+@dataclass(frozen=True)
+class Copy:
+    """What a worker knows of a block that it holds."""
+
+    used_at: float
+    is_moved: bool
+
+
 class LastCopies(RuleBasedStateMachine):
     """The newest use of every block is noted, and whether it has moved since."""
 
@@ -108,6 +117,7 @@ class LastCopies(RuleBasedStateMachine):
         self.workers = {name: Worker(self, name, num_blocks) for name in "abcd"[:num_workers]}
         self.used_at: dict[bytes, float] = {}
         self.moved: Counter[bytes] = Counter()
+        self.copies: dict[tuple[str, bytes], Copy] = {}
         self.num_uses = self.num_moves = 0
         self.is_looking_ahead = False
         self.report()
@@ -122,13 +132,17 @@ class LastCopies(RuleBasedStateMachine):
         return (worker for worker in self.workers.values() if identity in worker.blocks)
 
     def gone(self, worker: Worker, event: BlockRemoved) -> None:
-        """What is lost is about the oldest there is, or has moved since its last use."""
+        """What is lost is about the oldest there is, or has moved since its last use.
+
+        As far as its worker knows: it does not hear of uses of another copy, which went before.
+        """
         name = event.record.identity.hash
-        if not self.is_looking_ahead or self.moved[name] or any(self.holders(name)):
+        copy = self.copies.pop((worker.name, name))
+        if not self.is_looking_ahead or copy.is_moved or any(self.holders(name)):
             return
         held = [n for n, at in self.used_at.items() if any(self.holders(n)) and not self.moved[n]]
         oldest = min((self.used_at[n] for n in held), default=self.now)
-        age = self.now - self.used_at[name]
+        age = self.now - copy.used_at
         assert age >= (1 - AGE_TOLERANCE) * (self.now - oldest) - 1
 
     @rule(which=st.integers(0, 3), name=st.sampled_from(NAMES), looks_ahead=st.booleans())
@@ -141,6 +155,7 @@ class LastCopies(RuleBasedStateMachine):
         worker.use(name)
         self.is_looking_ahead = False
         self.used_at[name] = self.now
+        self.copies[worker.name, name] = Copy(self.now, is_moved=False)
         self.moved[name] = 0
         self.num_uses += 1
         self.report()
@@ -187,6 +202,9 @@ class LastCopies(RuleBasedStateMachine):
         keeper.keeping.complete(manifest)
         for identity in moved:
             giver.blocks.moved(identity)
+            copy = replace(self.copies[giver.name, identity.hash], is_moved=True)
+            self.copies[giver.name, identity.hash] = copy
+            self.copies.setdefault((keeper.name, identity.hash), copy)
             self.moved[identity.hash] += 1
             # A block moves at most once after each use.
             assert self.moved[identity.hash] == 1
