@@ -216,7 +216,8 @@ class BlockGiving:
 
 
 class BlockKeeping:
-    """The keeper's side: the `Sink` of moves. Used on one event loop.
+    """The keeper's side: the `Sink` of moves, and of what comes back from disk unasked. Used on
+    one event loop.
 
     Nothing is set aside between the offer and the payload: what has to make room goes when the
     blocks are there, and if there is no room any more the move fails.
@@ -251,7 +252,7 @@ class BlockKeeping:
                 "the blocks are refused: their KV layout or rules differ; run one model and "
                 "version of ripresa everywhere",
             )
-        num_kept = self._room_for(manifest.blocks)
+        num_kept = self._blocks.room_for([each.age_s for each in manifest.blocks])
         if not num_kept:
             raise ResourceExhausted(
                 f"no block here is older than the {len(manifest.blocks)} offered ones"
@@ -268,36 +269,58 @@ class BlockKeeping:
 
     def write(self, manifest: MoveManifest, section: Section, payload: torch.Tensor) -> None:
         moved = manifest.blocks[section.first_block : section.last_block]
-        if self._room_for(moved) < len(moved):
-            raise ResourceExhausted("the room was filled meanwhile by younger blocks")
-        loan = self._pages.borrow_new(len(moved), is_use=False)
-        try:
-            self._runner.import_blocks(loan.blocks, payload)
-            taken: list[PublishedBlock] = []
-            for block, each in zip(loan.blocks, moved, strict=True):
-                record = BlockRecord(
+        unused = [
+            UnusedBlock(
+                BlockRecord(
                     BlockIdentity(each.hash, each.restarts),
                     Producer(each.producer),
                     manifest.layout_digest.hex(),
                     Origin(each.tenant, each.first, each.parent),
-                )
-                offer = self._blocks.offer(block, record, each.age_s)
+                ),
+                each.age_s,
+            )
+            for each in moved
+        ]
+        self.take(unused, lambda blocks: self._runner.import_blocks(blocks, payload), self._store)
+        self.num_taken += len(moved)
+
+    def take(
+        self,
+        unused: Sequence[UnusedBlock],
+        fill: Callable[[tuple[int, ...]], None],
+        store: Store = stored_nowhere,
+    ) -> None:
+        """Publish blocks that stay as old as they are, in place of older ones.
+
+        Args:
+            unused: the longest unused first.
+            fill: writes the payloads of all of them into the blocks of these ids.
+            store: where those that were not held here are kept beyond memory.
+
+        Raises ResourceExhausted: not all of them are younger than what would have to go; none was
+        taken.
+        """
+        if self._blocks.room_for([each.age_s for each in unused]) < len(unused):
+            raise ResourceExhausted("the room was filled meanwhile by younger blocks")
+        loan = self._pages.borrow_new(len(unused), is_use=False)
+        try:
+            fill(loan.blocks)
+            taken: list[PublishedBlock] = []
+            for block, each in zip(loan.blocks, unused, strict=True):
+                offer = self._blocks.offer(block, each.record, each.age_s)
                 if self._blocks.acknowledge(offer, rank=0) is PublishOutcome.PUBLISHED:
                     # On disk as well the longest unused one is the first to go.
-                    taken.append(PublishedBlock(len(moved) - len(taken), block, record))
-            self._store(taken, moved[-1].age_s)
+                    taken.append(PublishedBlock(len(unused) - len(taken), block, each.record))
+            if taken:
+                store(taken, unused[-1].age_s)
         finally:
             loan.end()
-        self.num_taken += len(moved)
 
     def complete(self, manifest: MoveManifest) -> None:
         return None
 
     def fail(self, manifest: MoveManifest, reason: str) -> None:
         logger.info("a move from %s failed: %s", manifest.sender, reason)
-
-    def _room_for(self, moved: Sequence[MovedBlock]) -> int:
-        return self._blocks.room_for([each.age_s for each in moved])
 
 
 def manifest_of(sender: str, layout_digest: bytes, offered: Sequence[UnusedBlock]) -> MoveManifest:

@@ -102,16 +102,27 @@ class LeaseConfig:
     Attributes:
         max_share: most of a worker's KV blocks that leases keep from being evicted, 0 to 1.
         max_time_s: longest lease in seconds, whatever a client or a slow tool asks for.
+        prefetch_lead_s: so long before a session is expected to go on, its blocks that had to make
+            room are read back from disk, in seconds.
+        prefetch_max_bytes: most bytes of one session that are; 0 for none.
     """
 
     max_share: float = 0.5
     max_time_s: float = 900.0
+    prefetch_lead_s: float = 2.0
+    prefetch_max_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_share <= 1:
             raise ConfigError("leases.max_share", f"{self.max_share} is not between 0 and 1")
         if not 0 < self.max_time_s < float("inf"):
             raise ConfigError("leases.max_time_s", f"{self.max_time_s} is no number of seconds")
+        if not 0 <= self.prefetch_lead_s < float("inf"):
+            raise ConfigError(
+                "leases.prefetch_lead_s", f"{self.prefetch_lead_s} is no number of seconds"
+            )
+        if self.prefetch_max_bytes < 0:
+            raise ConfigError("leases.prefetch_max_bytes", f"{self.prefetch_max_bytes} is below 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,14 @@ class DiskTier:
         found = await self._read(lambda: self._find(wanted))
         return () if found is None else found
 
+    async def read(self, chain: Sequence[BlockIdentity]) -> list[StoredBlock] | None:
+        """The leading blocks of `chain` that are there; None if the store did not answer in time.
+
+        Args:
+            chain: at most `BLOCKS_A_READ`.
+        """
+        return await self._read(partial(self._get, chain))
+
     async def bring(
         self,
         wanted: WantedPrefix,
@@ -163,7 +171,7 @@ class DiskTier:
     ) -> None:
         for start in range(first, stop, BLOCKS_A_READ):
             asked = chain[start : min(stop, start + BLOCKS_A_READ)]
-            blocks = await self._read(partial(self._get, asked))
+            blocks = await self.read(asked)
             for number, block in enumerate(blocks or (), start):
                 payload = torch.frombuffer(bytearray(block.payload), dtype=torch.uint8)
                 record = block.record

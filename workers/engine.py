@@ -52,6 +52,7 @@ from ripresa.workers.errors import (
 )
 from ripresa.workers.job import Job, Listener
 from ripresa.workers.models.base import ModelRunner, StepOutput
+from ripresa.workers.prefetch import Prefetch
 from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
 from ripresa.workers.prefix_exchange import PrefixExchange
 from ripresa.workers.prefix_pulls import PeerAccess
@@ -166,6 +167,20 @@ class EngineCore:
             store=lambda blocks, age_s: self._store(blocks, clock() - age_s),
         )
         self._giving = self.exchange.giving
+        self._prefetch: Prefetch | None = None
+        if self._disk is not None and config.leases.prefetch_max_bytes:
+            self._prefetch = Prefetch(
+                self._prefixes.leases,
+                blocks,
+                self._pages,
+                runner,
+                self.exchange.keeping,
+                self.exchange.supply,
+                self._disk,
+                config.leases,
+                clock,
+                done=self._wake.set,
+            )
         self._role = role
         self._constraints = ConstrainedSteps(runner)
         self._tails = TailBudget(
@@ -203,6 +218,8 @@ class EngineCore:
             await self._task
         for job in tuple(self._by_id.values()):
             await job.released.wait()
+        if self._prefetch is not None:
+            await self._prefetch.close()
         await self.exchange.close(Unavailable("the worker is stopping; retry on another one"))
         if self._keeping:
             await asyncio.wait(self._keeping)
@@ -531,6 +548,10 @@ class EngineCore:
             RipresaError: UNAVAILABLE; the disk cannot be reached. Memory is flushed all the same.
         """
         prefixes = self._prefixes
+
+        def is_of(tenant_salt: bytes) -> bool:
+            return tenant is None or tenant_digest(tenant_salt) == tenant
+
         number = prefixes.blocks.withdraw(
             lambda record: tenant is None or record.origin.tenant == tenant
         )
@@ -538,8 +559,10 @@ class EngineCore:
             prefixes.windows.clear()
         else:
             prefixes.windows.drop_tenant(tenant)
+        # Nothing of theirs is to be read back before it has gone from the disk as well.
+        prefixes.leases.end_turns(is_of)
         for session in prefixes.parked.sessions(-math.inf):
-            if tenant is None or tenant_digest(session.tenant_salt) == tenant:
+            if is_of(session.tenant_salt):
                 prefixes.leases.end_session(session.tenant_salt, session.session_id)
         await self.flush_disk()
         if self._disk is not None:
@@ -602,6 +625,9 @@ class EngineCore:
             leases=LeaseCounters(
                 outcomes=tuple((str(k), n) for k, n in self._prefixes.leases.outcomes.items()),
                 num_pinned_blocks=self._prefixes.blocks.num_pinned,
+                prefetched=tuple(
+                    (str(k), n) for k, n in self._prefixes.leases.expected.outcomes.items()
+                ),
             ),
         )
 
@@ -639,6 +665,8 @@ class EngineCore:
             while self._refusal is None:
                 self._fail_overdue()
                 self._prefixes.leases.lapse(self._clock())
+                if self._prefetch is not None:
+                    self._prefetch.advance()
                 self._make_room()
                 self._resume_parked()
                 plan = self._scheduler.schedule()
@@ -698,11 +726,11 @@ class EngineCore:
         return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
-        """Until something can be computed, or the next request is due or lease lapses."""
+        """Until something can be computed or read ahead, a request is due or a lease lapses."""
         self._wake.clear()
         due = [job.due for job in self._by_id.values() if job.due is not None and not job.is_over]
-        next_lapse = self._prefixes.leases.next_lapse
-        due += [] if next_lapse is None else [next_lapse]
+        next_start = None if self._prefetch is None else self._prefetch.next_start
+        due += [at for at in (self._prefixes.leases.next_lapse, next_start) if at is not None]
         timeout_s = max(0.0, min(due) - self._clock()) if due else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -44,6 +44,7 @@ class PrefixExchange:
 
     Attributes:
         supply: what is brought for requests.
+        keeping: what comes in unasked.
         giving: what other workers keep instead of this one; None for a worker that reaches none.
     """
 
@@ -64,7 +65,7 @@ class PrefixExchange:
     ) -> None:
         self._pulls = None if peers is None else PeerPulls(peers, runner)
         self._serving = None if peers is None else PrefixServing(prefixes, live, peers, config)
-        self._keeping = BlockKeeping(prefixes.blocks, pages, runner, store)
+        self.keeping = BlockKeeping(prefixes.blocks, pages, runner, store)
         self.giving = (
             None
             if peers is None
@@ -102,7 +103,7 @@ class PrefixExchange:
         """
         if self._pulls is None:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "this worker was given no peers")
-        return SinkByManifest(self._pulls, self._keeping, hand_overs)
+        return SinkByManifest(self._pulls, self.keeping, hand_overs)
 
     def connect(self, abandon: Callable[[str, str], None]) -> None:
         """See `PeerPulls.connect`."""
@@ -142,7 +143,7 @@ class PrefixExchange:
             num_moved=giving.num_moved,
             num_refused=giving.num_refused,
             num_late=giving.num_late,
-            num_taken=self._keeping.num_taken,
+            num_taken=self.keeping.num_taken,
             sent_bytes=giving.num_bytes,
         )
 

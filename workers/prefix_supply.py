@@ -224,6 +224,7 @@ class PrefixSupply:
         self._pull_timeout_s = config.pull_timeout_s
         self._window_period = config.hand_over_window_blocks
         self._arriving: dict[bytes, asyncio.Event] = {}
+        self._num_bringing = 0
         self._holds: dict[str, PrefixHold] = {}
 
     @property
@@ -383,7 +384,7 @@ class PrefixSupply:
                 and chain[stop].hash not in self._arriving
             ):
                 stop += 1
-            with self._bringing(identity.hash for identity in chain[number:stop]):
+            with self.bringing(identity.hash for identity in chain[number:stop]):
                 await place.bring(wanted, chain, number, stop, hold)
             if chain[number] not in self.blocks:
                 return
@@ -407,7 +408,7 @@ class PrefixSupply:
                 return
             if not await self._join(wanted.hashes[number], joined):
                 break
-        with self._bringing(wanted.hashes[number:stop]):
+        with self.bringing(wanted.hashes[number:stop]):
             await self._pulls.pull(
                 wanted,
                 leader.holder,
@@ -459,14 +460,20 @@ class PrefixSupply:
         await arrival.wait()
         return True
 
+    def is_arriving(self, block_hash: bytes) -> bool:
+        """Whether somebody brings the block."""
+        return block_hash in self._arriving
+
     @contextmanager
-    def _bringing(self, hashes: Iterable[bytes]) -> Iterator[None]:
-        """Others wait for these blocks until they landed or the block ends."""
+    def bringing(self, hashes: Iterable[bytes]) -> Iterator[None]:
+        """Requests wait for these blocks until they landed or the block ends."""
         mine = {h: asyncio.Event() for h in hashes if h not in self._arriving}
         self._arriving.update(mine)
+        self._num_bringing += 1
         try:
             yield
         finally:
+            self._num_bringing -= 1
             self.arrived(h for h, event in mine.items() if self._arriving.get(h) is event)
 
     def arrived(self, hashes: Iterable[bytes]) -> None:
@@ -477,10 +484,10 @@ class PrefixSupply:
                 event.set()
 
     def check_integrity(self) -> None:
-        """Raise RipresaError (INTERNAL) if blocks arrive for nobody."""
-        if self._arriving and not self._holds:
+        """Raise RipresaError (INTERNAL) if blocks arrive that nobody brings."""
+        if self._arriving and not self._num_bringing:
             raise RipresaError(
-                ErrorCode.INTERNAL, f"{len(self._arriving)} KV blocks arrive for no request"
+                ErrorCode.INTERNAL, f"{len(self._arriving)} KV blocks arrive that nobody brings"
             )
 
 

@@ -309,10 +309,13 @@ class LeaseCounters:
     Attributes:
         outcomes: by name (`LeaseOutcome`), and how often.
         num_pinned_blocks: KV blocks that leases pin now.
+        prefetched: KV blocks that were read back ahead, by what became of them
+            (`PrefetchOutcome`).
     """
 
     outcomes: tuple[tuple[str, int], ...] = ()
     num_pinned_blocks: int = 0
+    prefetched: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ripresa.cluster.observability.worker_totals import (
 )
 from ripresa.cluster.routing.prompt import Waste
 from ripresa.cluster.sessions.books import SessionEnd
+from ripresa.workers.cache.expected_turns import PrefetchOutcome
 from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.errors import ErrorCode
 from ripresa.workers.prefix_sources import HitSegment, HitTier, PullEnd
@@ -370,6 +371,13 @@ LEASE_PINNED_BYTES = Series(
     Kind.GAUGE,
     "Bytes of block KV that leases keep from being evicted, of all workers.",
 )
+PREFETCHED_BLOCKS = Series(
+    "ripresa_prefetched_blocks_total",
+    Kind.COUNTER,
+    "KV blocks that workers read back from disk before their session went on, by what became of "
+    "them, likewise of all workers.",
+    labels=(("outcome", tuple(PrefetchOutcome)),),
+)
 TOOL_GAP = Series(
     "ripresa_tool_gap_seconds",
     Kind.HISTOGRAM,
@@ -442,6 +450,7 @@ SERIES = (
     TENANT_REFUSALS,
     LEASES,
     LEASE_PINNED_BYTES,
+    PREFETCHED_BLOCKS,
     TOOL_GAP,
     PREFIX_BREAK,
     SAID_ANSWERS,
@@ -574,8 +583,11 @@ class GatewayMetrics:
     def _count_leases(self) -> None:
         """Bring the series of the workers' leases up to date."""
         reports = self._workers()
-        for outcome, count in self._leases.take(reports).items():
+        leases, prefetched = self._leases.take(reports)
+        for outcome, count in leases.items():
             self.counter(LEASES).labels(outcome).inc(count)
+        for outcome, count in prefetched.items():
+            self.counter(PREFETCHED_BLOCKS).labels(outcome).inc(count)
         pinned = sum(r.stats.leases.num_pinned_blocks * r.block_bytes for r in reports)
         self.gauge(LEASE_PINNED_BYTES).set(pinned)
 

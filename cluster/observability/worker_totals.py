@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ripresa.workers.cache.block_store import StoreStats
+from ripresa.workers.cache.expected_turns import PrefetchOutcome
 from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.report import WorkerReport
-from ripresa.workers.request import MoveCounters, PullCounters
+from ripresa.workers.request import LeaseCounters, MoveCounters, PullCounters
+
+Counts = tuple[tuple[str, int], ...]
 
 
 class DiskTotals:
@@ -50,9 +53,7 @@ class PullTotals:
             before = self._newest.get(report.worker_id, PullCounters())
             self._newest[report.worker_id] = now
             num_bytes += max(0, now.received_bytes - before.received_bytes)
-            known = dict(before.ends)
-            for end, count in now.ends:
-                ends[end] += max(0, count - known.get(end, 0))
+            _add(ends, before.ends, now.ends)
         return ends, num_bytes
 
 
@@ -60,18 +61,19 @@ class LeaseTotals:
     """What became of the workers' leases, summed."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, dict[str, int]] = {}
+        self._newest: dict[str, LeaseCounters] = {}
 
-    def take(self, reports: Iterable[WorkerReport]) -> dict[str, int]:
-        """Leases by outcome that were added since the last call."""
-        added = dict.fromkeys(map(str, LeaseOutcome), 0)
+    def take(self, reports: Iterable[WorkerReport]) -> tuple[dict[str, int], dict[str, int]]:
+        """Leases, and blocks read back ahead, by outcome, that were added since the last call."""
+        leases = dict.fromkeys(map(str, LeaseOutcome), 0)
+        prefetched = dict.fromkeys(map(str, PrefetchOutcome), 0)
         for report in reports:
-            before = self._newest.get(report.worker_id, {})
-            now = dict(report.stats.leases.outcomes)
+            now = report.stats.leases
+            before = self._newest.get(report.worker_id, LeaseCounters())
             self._newest[report.worker_id] = now
-            for outcome, count in now.items():
-                added[outcome] += max(0, count - before.get(outcome, 0))
-        return added
+            _add(leases, before.outcomes, now.outcomes)
+            _add(prefetched, before.prefetched, now.prefetched)
+        return leases, prefetched
 
 
 class MoveTotals:
@@ -106,6 +108,12 @@ class CutShortTotals:
             added += max(0, now - self._newest.get(report.worker_id, 0))
             self._newest[report.worker_id] = now
         return added
+
+
+def _add(sums: dict[str, int], before: Counts, now: Counts) -> None:
+    known = dict(before)
+    for name, count in now:
+        sums[name] += max(0, count - known.get(name, 0))
 
 
 def held_bytes(reports: Iterable[WorkerReport]) -> int:

@@ -186,6 +186,17 @@ async def test_an_overdue_state_stays() -> None:
         assert cluster.ends("d1") == {"refused": 1, "complete": 1}
 
 
+async def test_a_session_that_moved_pins_nothing_where_it_was() -> None:
+    async with peer_cluster(config=ZERO) as cluster:
+        turns = await first_turn(cluster, 43, 5)
+        left = cluster.decoder("d0")
+        assert left.lease("r", ["search"])
+        assert left.stats().leases.num_pinned_blocks > 0
+        await cluster.run("d1", turns.second)
+        await left.exchange.drain()
+        assert left.stats().leases.num_pinned_blocks == 0
+
+
 async def test_a_state_that_moved_makes_room_first() -> None:
     async with peer_cluster(config=ZERO) as cluster:
         turns = await first_turn(cluster, 43, 5)

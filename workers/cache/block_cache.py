@@ -295,6 +295,22 @@ class BlockCache:
             self._touch(books)
         return Lease(tuple(found), self._num_calls)
 
+    def renew(self, lease: Lease, chain: Sequence[BlockIdentity]) -> Lease:
+        """Let an open lease cover these published blocks, all or none; what it is from now on.
+
+        They count as used now, and for a lease as if it had covered them from its beginning.
+
+        Raises:
+            RipresaError: NOT_FOUND; one of them is gone.
+        """
+        renewed = self.lease(chain)
+        renewed.began_at = lease.began_at
+        until = lease.pinned_until
+        self._end(lease)
+        if until is not None:
+            self.pin(renewed, until)
+        return renewed
+
     def pin(self, lease: Lease, until: float) -> None:
         """Keep the blocks of an open lease from being evicted, or keep them longer.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -23,6 +23,7 @@ from typing import Any
 from ripresa.workers.cache.block_books import Lease
 from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.expected_turns import ExpectedTurn, ExpectedTurns
 from ripresa.workers.cache.gap_estimates import GapEstimates
 from ripresa.workers.cache.parked_states import ParkedStates
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -106,7 +107,7 @@ class _Open:
 
     @property
     def num_blocks(self) -> int:
-        return 0 if self.lease is None else len(self.lease.books)
+        return 0 if self.lease is None else len(self.turn.chain)
 
 
 class SessionLeases:
@@ -117,6 +118,9 @@ class SessionLeases:
         max_blocks: turns are forgotten, oldest first, when they have more blocks than this in all;
             blocks of several turns count several times.
         max_time_s: longest lease.
+
+    Attributes:
+        expected: the turns that a lease was granted to, by when they are expected to go on.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class SessionLeases:
         self._max_blocks = max_blocks
         self._max_time_s = max_time_s
         self._gaps = GapEstimates()
+        self.expected = ExpectedTurns(blocks)
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._by_session: dict[tuple[bytes, str], _Open] = {}
         # Those of no session, by their last full blocks.
@@ -171,7 +176,7 @@ class SessionLeases:
             self._by_block.setdefault(turn.last_block, []).append(entry)
         self._num_blocks += entry.num_blocks
         if turn.expected_s is not None:
-            self._grant(entry, turn.expected_s, now)
+            self._grant(entry, turn.expected_s, turn.expected_s, now)
         while len(self._open) > MAX_TURNS or self._num_blocks > self._max_blocks:
             self._drop(self._oldest())
 
@@ -182,7 +187,9 @@ class SessionLeases:
             return False
         entry.tools = tuple(tools)
         if entry.lapses_at is None:
-            self._grant(entry, self._gaps.expected(entry.turn.tenant_salt, tools), now)
+            tenant_salt = entry.turn.tenant_salt
+            seconds = self._gaps.expected(tenant_salt, tools)
+            self._grant(entry, seconds, self._gaps.median(tenant_salt, tools), now)
         return True
 
     def arrived(self, prompt: Arrival, now: float) -> None:
@@ -215,6 +222,20 @@ class SessionLeases:
             self._release(entry)
         self._parked.drop(tenant_salt, session_id)
 
+    def end_turns(self, is_of: Callable[[bytes], bool]) -> None:
+        """What tenants with such a salt have cached was forgotten, and their turns are."""
+        for entry in tuple(self._open.values()):
+            if is_of(entry.turn.tenant_salt):
+                self._release(entry)
+
+    def brought(self, turn: ExpectedTurn, identities: Collection[BlockIdentity]) -> None:
+        """Blocks of an awaited turn are held again: if it is leased, that covers them, too."""
+        self.expected.brought(turn, identities)
+        entry = self._open[turn.request_id]
+        if entry.lease is not None:
+            held = [identity for identity in turn.chain if identity in self._blocks]
+            entry.lease = self._blocks.renew(entry.lease, held)
+
     def lapse(self, now: float) -> None:
         """End the leases that are overdue."""
         while (due := self.next_lapse) is not None and due <= now:
@@ -241,7 +262,7 @@ class SessionLeases:
                     return entry
         return None
 
-    def _grant(self, entry: _Open, seconds: float, now: float) -> None:
+    def _grant(self, entry: _Open, seconds: float, expected_s: float, now: float) -> None:
         assert entry.lease is not None
         lapses_at = entry.ended_at + min(seconds, self._max_time_s)
         if lapses_at <= now:
@@ -251,13 +272,16 @@ class SessionLeases:
         self._num_granted += 1
         heapq.heappush(self._due, (lapses_at, self._num_granted, entry))
         self._blocks.pin(entry.lease, lapses_at)
-        turn = entry.turn
+        turn, ended_at = entry.turn, entry.ended_at
+        self.expected.expect(
+            ExpectedTurn(turn.request_id, turn.chain, ended_at, ended_at + expected_s)
+        )
         if turn.session_id is not None:
             self._parked.lease(turn.tenant_salt, turn.session_id, lapses_at)
 
     def _go_on(self, entry: _Open) -> None:
         turn = entry.turn
-        self._forget(entry)
+        self._forget(entry, has_gone_on=True)
         if turn.session_id is not None:
             self._parked.end_lease(turn.tenant_salt, turn.session_id)
         if entry.lease is not None:
@@ -282,9 +306,10 @@ class SessionLeases:
             self._outcomes[LeaseOutcome.RELEASED] += entry.lapses_at is not None
             self._blocks.forget(entry.lease)
 
-    def _forget(self, entry: _Open) -> None:
+    def _forget(self, entry: _Open, *, has_gone_on: bool = False) -> None:
         turn = entry.turn
         del self._open[turn.request_id]
+        self.expected.over(turn.request_id, has_gone_on=has_gone_on)
         if turn.session_id is not None:
             del self._by_session[turn.tenant_salt, turn.session_id]
         elif turn.last_block is not None:
@@ -312,6 +337,7 @@ class SessionLeases:
             raise RipresaError(ErrorCode.INTERNAL, "a session's newest turn is not remembered")
         if self._num_blocks != sum(entry.num_blocks for entry in self._open.values()):
             raise RipresaError(ErrorCode.INTERNAL, "the blocks of the open turns are miscounted")
+        self.expected.check_integrity(self._open)
         outcomes = self.outcomes
         ended = (LeaseOutcome.REDEEMED, LeaseOutcome.LAPSED, LeaseOutcome.RELEASED)
         num_over = sum(outcomes[outcome] for outcome in ended)

@@ -162,7 +162,9 @@ def test_disk_tiers_are_summed_over_the_lives_of_all_workers() -> None:
 
 def test_leases_are_summed_over_the_lives_of_all_workers() -> None:
     def leasing(worker_id: str, granted: int, num_pinned: int) -> WorkerReport:
-        leases = LeaseCounters((("granted", granted), ("yielded", 1)), num_pinned)
+        leases = LeaseCounters(
+            (("granted", granted), ("yielded", 1)), num_pinned, (("used", granted), ("unused", 1))
+        )
         found = report(worker_id, "n", None)
         return replace(found, stats=replace(found.stats, leases=leases), block_bytes=100)
 
@@ -174,9 +176,12 @@ def test_leases_are_summed_over_the_lives_of_all_workers() -> None:
         assert read["ripresa_lease_outcome_total", "yielded"] == 2
         assert read["ripresa_lease_outcome_total", "lapsed"] == 0
         assert read["ripresa_lease_pinned_bytes",] == 300
+        assert read["ripresa_prefetched_blocks_total", "used"] == 7
+        assert read["ripresa_prefetched_blocks_total", "unused"] == 2
     reports[:1] = [leasing("c", 1, 0)]
     read = samples(metrics)
     assert read["ripresa_lease_outcome_total", "granted"] == 8
+    assert read["ripresa_prefetched_blocks_total", "used"] == 8
     assert read["ripresa_lease_pinned_bytes",] == 100
 
 
