@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from chat_support import encode_output
 from reference_engine import Question, ReferenceEngine
-from served_cluster import ServedCluster, Stream, kill
+from served_cluster import ServedCluster, Stream, eventually, kill
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.client import Client
@@ -92,6 +93,57 @@ def test_a_stream_that_lost_gateway_and_worker_says_so(
     answer = resumable.resume(stream).end()
     assert answer.code is grpc.StatusCode.UNAVAILABLE
     assert "send the request again" in answer.details
+
+
+def test_what_the_model_said_outlives_the_gateway_that_heard_it(resumable: ServedCluster) -> None:
+    config = pb.ConversationConfig(tools=[pb.ToolDefinition(name="search")])
+    messages = [
+        pb.Message(role=pb.ROLE_SYSTEM, content="You are terse. " * 50),
+        pb.Message(role=pb.ROLE_USER, content="Is it cold in Oslo?"),
+    ]
+
+    def tokenized(channel: grpc.Channel) -> list[int]:
+        """The conversation's next prompt."""
+        asked = pb.TokenizeRequest(
+            conversation=pb.FullConversation(config=config, messages=messages)
+        )
+        answer = InferenceStub(channel).Tokenize(asked, timeout=60, wait_for_ready=True)
+        return list(answer.token_ids)
+
+    request = pb.ChatRequest(
+        full=pb.FullConversation(config=config, messages=messages),
+        # A model of noise thinks for some tokens, then says what it must, and calls nothing.
+        sampling=pb.SamplingParams(
+            max_tokens=500,
+            seed=2,
+            temperature=1.0,
+            logit_bias={encode_output("</think>")[0]: 15.5, encode_output("It is cold.")[0]: 20.0},
+            constraint=pb.OutputConstraint(regex="It is cold\\."),
+        ),
+        return_token_ids=True,
+    )
+    held = tokenized(resumable.channel)
+    for message in resumable.stub.Chat(request, timeout=120, wait_for_ready=True):
+        if message.HasField("delta"):
+            held += message.delta.tokens.token_ids
+        elif message.HasField("finished"):
+            answer = message.finished.message
+    assert answer.reasoning_content
+    assert answer.content == "It is cold."
+    answer.ClearField("reasoning_content")
+    messages += [answer, pb.Message(role=pb.ROLE_USER, content="And in Rome?")]
+
+    def told() -> None:
+        assert resumable.metrics()["ripresa_said_answers_total"] >= 1
+
+    eventually(told)
+    resumable.kill_replicas(GATEWAY)
+
+    def knows() -> None:
+        with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+            assert tokenized(channel)[: len(held)] == held
+
+    eventually(knows)
 
 
 def say(resumable: ServedCluster, parent: str, text: str) -> tuple[pb.Started, pb.Finished]:
