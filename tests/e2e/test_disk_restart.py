@@ -36,7 +36,9 @@ def asked(cluster: ServedCluster, tokens: tuple[int, ...]) -> tuple[Recording, p
             tokens, return_token_ids=True, max_tokens=6, temperature=0.0, ignore_eos=True
         )
         answer = stream.answer()
-        return recording_of(stream.request, answer), answer.cache
+        recording = recording_of(stream.request, answer)
+        assert answer.completed is not None
+        return recording, answer.completed.cache
 
 
 def disk_stats(cluster: ServedCluster, field: str) -> int:
