@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import uuid
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Never, TypeVar
 from typing import Protocol as TypingProtocol
+from typing import TypeVar
 
+from ripresa.cluster.gateway.admission import Admission
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
@@ -24,18 +24,20 @@ from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
 from ripresa.cluster.gateway.prefix_breaks import Conversations, turn_marks
-from ripresa.cluster.gateway.quotas import Meter, Quotas
+from ripresa.cluster.gateway.quotas import Quotas
 from ripresa.cluster.gateway.responses import Responses
-from ripresa.cluster.gateway.run import CountedBooks, ResumedBooks, Run
+from ripresa.cluster.gateway.resumed_streams import ResumedStreams
+from ripresa.cluster.gateway.run import CountedBooks, Run
 from ripresa.cluster.gateway.said_exchange import SaidExchange
 from ripresa.cluster.gateway.said_turns import SaidTurns, what_is_said
-from ripresa.cluster.gateway.sampling import AskedSampling, asked_by, in_message
+from ripresa.cluster.gateway.sampling import asked_by, in_message
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
     check_model,
     check_text_fits,
     check_token_ids,
 )
+from ripresa.cluster.gateway.session_opening import read_head
 from ripresa.cluster.gateway.sessions import (
     HeardAnswers,
     Sessions,
@@ -45,12 +47,7 @@ from ripresa.cluster.gateway.sessions import (
 )
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.stream_facts import StreamFacts, build
-from ripresa.cluster.gateway.stream_origin import (
-    ResumedRequest,
-    StreamOrigin,
-    read_id,
-    resumed_request,
-)
+from ripresa.cluster.gateway.stream_origin import StreamOrigin
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.told_stream import Teller, told
 from ripresa.cluster.gateway.validation import (
@@ -63,16 +60,15 @@ from ripresa.cluster.gateway.validation import (
     tenant_salt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.cluster.routing.prompt import Hold, PromptRequest, Router, RouterEvent
+from ripresa.cluster.routing.prompt import PromptRequest, Router
 from ripresa.cluster.sessions.store import SaidStore, SessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import Finished, StreamTicket, Tokens
+from ripresa.workers.request import StreamTicket
 
 T = TypeVar("T")
 M = TypeVar("M")
-R = TypeVar("R", pb.GenerateResponse, pb.ChatResponse)
 
 
 class Asked(TypingProtocol):
@@ -143,22 +139,21 @@ class InferenceService:
         self._window = window
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
-        self._max_running = max_running
         self._max_queue_s = max_queue_s
         self._transfer_backend = transfer_backend
         self._clock = clock
         # Its own threads: a queue of long texts holds up nobody else in this process.
         self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
-        self._running: dict[str, int] = {}
         self._draining = False
         self._keys = keys
         self.sessions: Sessions | None = None
         self._quotas = None if keys is None else Quotas(keys.tenants, metrics, clock)
+        self._admission = Admission(model.name, max_running, self._quotas)
 
     @property
     def num_running(self) -> int:
         """Choices of running requests."""
-        return sum(self._running.values())
+        return self._admission.num_running
 
     def authenticate(self, key: str | None) -> str:
         """The tenant of a call with this key; empty where there are no tenants.
@@ -225,7 +220,7 @@ class InferenceService:
         """
         arrival = self.arrival(call)
         read = partial(read_generate, request, self.model, self.tokenizer, arrival)
-        tell = partial(self._text_teller, request.return_token_ids)
+        tell = partial(self.text_teller, request.return_token_ids)
 
         def origin(asked: AskedText, start_time: float) -> StreamOrigin:
             return StreamOrigin.of(request, asked.prompts, call, start_time)
@@ -263,13 +258,13 @@ class InferenceService:
             turn = asked.open_turn
             return StreamOrigin.of(asked_for, asked.prompts, call, start_time, turn, place)
 
-        tell = partial(self._chat_teller, request.return_token_ids, heard)
+        tell = partial(self.chat_teller, request.return_token_ids, heard)
         stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
-        async with aclosing(self._kept(stream, place, heard)) as responses:
+        async with aclosing(self.kept(stream, place, heard)) as responses:
             async for response in responses:
                 yield response
 
-    def _kept(
+    def kept(
         self,
         messages: AsyncGenerator[pb.ChatResponse],
         place: TurnPlace | None,
@@ -279,44 +274,6 @@ class InferenceService:
         if place is None or self.sessions is None:
             return messages
         return self.sessions.kept(messages, place, heard)
-
-    async def read_head(
-        self, conversation: pb.FullConversation, cache_salt: str, call: Call
-    ) -> SessionOpening:
-        """The beginning of a session's conversation, checked.
-
-        Raises:
-            RipresaError: it is no such beginning.
-        """
-        options = pb.RequestOptions(cache_salt=cache_salt)
-        sampling = AskedSampling(max_tokens=1, temperature=0.0)
-        # Its id is of no client's: the space is in none that one can send.
-        arrival = replace(self.arrival(call), request_id=f"head {uuid.uuid4().hex}")
-        reader = self.chat_reader()
-        whole = pb.FullConversation()
-        whole.CopyFrom(conversation)
-        whole.messages.add(role=pb.ROLE_USER)
-
-        def read() -> AskedChat:
-            body, protocol = conversation_body(whole, "session"), Protocol.CHAT_COMPLETIONS
-            return reader.read(body, protocol, options, sampling, arrival, in_message)
-
-        asked = await self.off_loop(read, call)
-        return SessionOpening(self, asked, call)
-
-    async def prefetch(self, asked: AskedChat, call: Call) -> None:
-        """Compute a prompt, and nothing of its answer that anybody hears of.
-
-        Raises:
-            RipresaError: it is refused or failed.
-        """
-
-        def tell(asked: AskedChat, facts: StreamFacts) -> Silence:
-            return Silence()
-
-        async with aclosing(self.stream(lambda: asked, tell, call)) as messages:
-            async for _ in messages:
-                pass
 
     async def resume(
         self, request: pb.ResumeRequest, call: Call
@@ -329,124 +286,30 @@ class InferenceService:
             RipresaError: NOT_FOUND, UNAVAILABLE (what kept it is lost), INVALID_ARGUMENT, or what
                 ended the stream; nothing follows.
         """
+        streams = ResumedStreams(self, self._router, self._admission, self._window, self._clock)
         try:
-            resumed = await self._find(request, call.tenant)
-            origin = resumed.origin
-            if isinstance(origin.request, pb.GenerateRequest):
-                asked_text = AskedText(resumed.prompts, tuple(origin.request.sampling.stop))
-                tell = partial(self._text_teller, origin.request.return_token_ids, asked_text)
-                async with aclosing(self._resumed(request, resumed, tell, "")) as texts:
-                    async for text in texts:
-                        yield pb.ResumeResponse(generate=text)
-            else:
-                asked = await self.off_loop(partial(self._reread, origin.request, resumed), call)
-                heard = HeardAnswers()
-                return_token_ids = origin.request.return_token_ids
-                tell_chat = partial(self._chat_teller, return_token_ids, heard, asked)
-                stream = self._resumed(request, resumed, tell_chat, PROMPT_ENCODING, heard)
-                async with aclosing(stream) as chats:
-                    async for chat in chats:
-                        yield pb.ResumeResponse(chat=chat)
+            async with aclosing(streams.resume(request, call)) as messages:
+                async for message in messages:
+                    yield message
         except RipresaError as error:
             self.metrics.resumed(error.code)
             raise
         self.metrics.resumed(None)
 
-    async def _find(self, request: pb.ResumeRequest, tenant: str) -> ResumedRequest:
-        """The request of the tenant's stream that is to be resumed."""
-        stream_id, worker_id = read_id(request.stream_id)
-        try:
-            kept = await self._router.find_stream(stream_id, worker_id)
-        except RipresaError as error:
-            raise _lost(f"the stream cannot be resumed: {error}") from error
-        resumed = None if kept is None else resumed_request(kept)
-        if resumed is None or resumed.origin.tenant != tenant:
-            raise RequestError(
-                ErrorCode.NOT_FOUND,
-                "STREAM_NOT_FOUND",
-                "no such stream is kept; its tokens stay for a while after its end "
-                "(decoders.keep_streams_s), then send the request again",
-                field="stream_id",
-            )
-        return resumed
-
-    def _reread(self, request: pb.ChatRequest, resumed: ResumedRequest) -> AskedChat:
-        body, protocol = chat_body(request), Protocol.CHAT_COMPLETIONS
-        open_turn = resumed.origin.open_turn
-        return self.chat_reader().reread(body, protocol, resumed.prompts, open_turn)
-
-    async def _resumed(
-        self,
-        request: pb.ResumeRequest,
-        resumed: ResumedRequest,
-        tell: Callable[[StreamFacts], Teller[R]],
-        encoding: str,
-        heard: HeardAnswers | None = None,
-    ) -> AsyncGenerator[R]:
-        """The stream's messages from `next_sequence` on."""
-        prompts = resumed.prompts
-        num_told = 0
-        hold = Hold()
-
-        def follow(prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-            return self._router.resume(prompt, hold)
-
-        def caught_up(is_lost: bool) -> None:
-            if request.next_sequence <= num_told:
-                return
-            # The stream goes on for whoever asks better.
-            hold.ends_work = False
-            if is_lost:
-                raise _lost("a part of the stream is lost with its decode worker")
-            raise InvalidArgument(
-                "next_sequence",
-                f"the stream has {num_told} messages yet; ask for one that has not come, of which "
-                f"the first is {num_told}",
-            )
-
-        name = f"resumed {uuid.uuid4().hex}"
-        self._check_room(name, len(prompts))
-        tenant, quotas = resumed.origin.tenant, self._quotas
-        meter = None if quotas is None else quotas.resume(tenant, len(prompts))
-        books = ResumedBooks(caught_up, meter)
-        self._running[name] = len(prompts)
-        try:
-            facts = StreamFacts(
-                prompts,
-                self.model,
-                self.tokenizer,
-                request_id=resumed.origin.request_id,
-                window=self._window,
-                encoding=encoding,
-                clock=self._clock,
-                received=None,
-                start_time=resumed.origin.start_time,
-            )
-            run = Run(follow, prompts, books)
-            stream: AsyncGenerator[Any] = told(run, facts, tell(facts))
-            if heard is not None:
-                stream = self._kept(stream, resumed.origin.place, heard)
-            async with aclosing(stream) as messages:
-                async for message in messages:
-                    num_told = message.sequence + 1
-                    is_new = message.sequence >= request.next_sequence
-                    books.told(is_new=is_new)
-                    if is_new:
-                        yield message
-            caught_up(is_lost=False)
-        finally:
-            del self._running[name]
-            if meter is not None:
-                meter.close()
-
-    def _text_teller(
+    def text_teller(
         self, return_token_ids: bool, asked: AskedText, facts: StreamFacts
     ) -> Teller[pb.GenerateResponse]:
+        """Tells a completion over gRPC."""
         return Responses(facts, asked, self.tokenizer, return_token_ids=return_token_ids)
 
-    def _chat_teller(
+    def chat_teller(
         self, return_token_ids: bool, heard: HeardAnswers, asked: AskedChat, facts: StreamFacts
     ) -> Teller[pb.ChatResponse]:
+        """Tells a chat over gRPC.
+
+        Args:
+            heard: gets what the model says.
+        """
         answers = self.answers(asked)
         teller = ChatResponses(facts, answers, return_token_ids=return_token_ids)
         return self.keeping(teller, asked, heard)
@@ -553,13 +416,13 @@ class InferenceService:
             if origin is not None:
                 tickets = origin(asked, start_time).tickets()
                 prompts = tuple(map(_kept_under, prompts, tickets))
-            self._check_room(prompts[0].request_id, len(prompts))
-            meter = self._charged(prompts, call.tenant)
-            self._running[prompts[0].request_id] = len(prompts)
+            admitted = self._admission.admit(prompts, call.tenant)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
-        books = CountedBooks(prompts, self.metrics, self._window, self._transfer_backend, meter)
+        books = CountedBooks(
+            prompts, self.metrics, self._window, self._transfer_backend, admitted.meter
+        )
         run = Run(self._router.generate, prompts, books)
         try:
             facts = StreamFacts(
@@ -580,9 +443,7 @@ class InferenceService:
             books.fail(_outcome(error, late_from))
             raise
         finally:
-            del self._running[prompts[0].request_id]
-            if meter is not None:
-                meter.close()
+            admitted.close()
 
     def keep_sessions(
         self, store: SessionStore, *, idle_ttl_s: float = 3600.0, max_idle_ttl_s: float = 86400.0
@@ -591,7 +452,7 @@ class InferenceService:
         self.sessions = Sessions(
             store,
             self.model,
-            self.read_head,
+            partial(read_head, self),
             self._router.end_session,
             idle_ttl_s=idle_ttl_s,
             max_idle_ttl_s=max_idle_ttl_s,
@@ -686,67 +547,9 @@ class InferenceService:
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
 
-    def _check_room(self, request_id: str, num_choices: int) -> None:
-        if request_id in self._running:
-            raise RequestError(
-                ErrorCode.ALREADY_EXISTS,
-                "REQUEST_ID_IN_USE",
-                "a request with this id is running; use another id or none",
-                field="options.request_id",
-            )
-        if self.num_running + num_choices > self._max_running:
-            raise RequestError(
-                ErrorCode.RESOURCE_EXHAUSTED,
-                "QUEUE_FULL",
-                f"{self.num_running} requests are running and {self._max_running} may "
-                "(gateway.max_running; each choice counts); try again",
-                retry_after_s=1.0,
-            )
-
-    def _charged(self, prompts: tuple[PromptRequest, ...], tenant: str) -> Meter | None:
-        if self._quotas is None:
-            return None
-        num_tokens = len(prompts[0].token_ids)
-        return self._quotas.admit(tenant, self.model.name, len(prompts), num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOpening:
-    """The beginning of a session's conversation, which is fine; a `Head`."""
-
-    service: InferenceService
-    asked: AskedChat
-    call: Call
-
-    async def prefetch(self) -> None:
-        await self.service.prefetch(self.asked, self.call)
-
-
-class Silence:
-    """A `Teller` that tells nothing."""
-
-    def started(self) -> tuple[Never, ...]:
-        return ()
-
-    def deltas(self, choice: int, tokens: Tokens) -> tuple[Never, ...]:
-        return ()
-
-    def is_stopped(self, choice: int) -> bool:
-        return False
-
-    def stopped(self, choice: int) -> tuple[Never, ...]:
-        return ()
-
-    def finished(self, choice: int, finished: Finished) -> tuple[Never, ...]:
-        return ()
-
 
 def _kept_under(prompt: PromptRequest, ticket: StreamTicket) -> PromptRequest:
     return replace(prompt, stream=ticket)
-
-
-def _lost(message: str) -> RequestError:
-    return RequestError(ErrorCode.UNAVAILABLE, "WORKER_LOST", f"{message}; send the request again")
 
 
 def expiry(now: float, deadline: float | None) -> float:
