@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,13 +10,15 @@ import grpc
 import pytest
 from chat_support import encode_output
 from reference_engine import Question, ReferenceEngine
-from served_cluster import ServedCluster, Stream, eventually, kill
+from served_cluster import ServedCluster, Stream, eventually, generate_request, kill
 
 from ripresa.cluster.app import GATEWAY
 from ripresa.cluster.client import Client
 from ripresa.cluster.client.policy import CHANNEL_OPTIONS
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub, SessionsStub
+
+REGEX = "[a-z]{6,9}( [0-9]{3}){60}"
 
 
 @pytest.fixture
@@ -41,6 +44,25 @@ def test_a_stream_goes_on_from_another_gateway(
     resumable.kill_gateway_of(stream)
     assert 5 <= len(stream.answer.token_ids) < 250
     assert resumable.resume(stream).end().tokens == reference.answer(question)
+
+
+def test_a_constrained_stream_goes_on_from_another_gateway(
+    resumable: ServedCluster, question: Question
+) -> None:
+    request = generate_request(question)
+    request.sampling.ignore_eos = False
+    request.sampling.constraint.regex = REGEX
+    undisturbed = resumable.ask(request)
+    assert re.fullmatch(REGEX, undisturbed.text)
+    stream = resumable.open(request)
+    stream.read(5)
+    resumable.kill_gateway_of(stream)
+    resumed = resumable.resume(stream)
+    # Another worker goes on in the middle of the grammar.
+    resumed.read(5)
+    assert resumed.answer.started is not None
+    kill(resumable.listed()[resumed.answer.started.worker_id])
+    assert resumed.end().tokens == undisturbed.tokens
 
 
 def test_the_client_goes_on_by_itself_when_every_gateway_dies(
