@@ -170,6 +170,7 @@ def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
         raise InvalidArgument("body", f"is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidArgument("body", "must be a JSON object")
+    _check_text(body)
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         if name not in fields:
@@ -217,10 +218,7 @@ def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
     for name, value in given.items():
         check_name(value, name)
     session = given["session_id"] or given["prompt_cache_key"] or given["x-session-id"]
-    try:
-        options = pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
-    except ValueError as error:
-        raise InvalidArgument("session_id or cache_salt", "is no text") from error
+    options = pb.RequestOptions(cache_salt=given["cache_salt"], session_id=session)
     if not -(2**31) <= (priority := body.get("priority", 0)) < 2**31:
         raise InvalidArgument("priority", "must fit 32 bits")
     options.priority = priority
@@ -258,6 +256,17 @@ def object_schema(fields: Mapping[str, Schema], required: tuple[str, ...]) -> Js
         "required": list(required),
         "additionalProperties": False,
     }
+
+
+def _check_text(body: Json) -> None:
+    """Refuse escaped surrogates without their other half: no UTF-8 can hold them."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = f"is no Unicode text: {error.object[error.start]!r} stands alone"
+        raise InvalidArgument("body", text) from error
+    except RecursionError as error:
+        raise InvalidArgument("body", "is nested too deeply") from error
 
 
 def _is_small_integer(value: object) -> bool:

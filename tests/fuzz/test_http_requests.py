@@ -56,11 +56,12 @@ GOOD: dict[str, list[Any]] = {
     "thinking": [{"type": "disabled"}],
 }
 numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(2**63), 2**64, 0, -1])
+texts = st.text(max_size=6) | st.sampled_from(["\ud800", "a\udfff"])
 values = st.recursive(
-    st.none() | st.booleans() | numbers | st.text(max_size=6),
+    st.none() | st.booleans() | numbers | texts,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["type", "role", "content", "name"]) | st.text(), inner)
+        | st.dictionaries(st.sampled_from(["type", "role", "content", "name"]) | texts, inner)
     ),
     max_leaves=6,
 )
@@ -107,6 +108,17 @@ def test_no_request_is_a_failure_of_ours(gateway: ChatGateway, path: str) -> Non
         check(gateway, path, json.dumps(body).encode())
 
     send()
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_lone_surrogate_is_the_body_s_fault(gateway: ChatGateway, path: str) -> None:
+    for field in ("model", "prompt", "messages", "input", "cache_salt", "\ud800"):
+        for text in ("\ud800", "a\udfff", "\ude00\ud83d"):
+            for value in (text, [{"role": "user", "content": text}], {text: 1}):
+                response = gateway.post(path, json.dumps({field: value}).encode())
+                assert response.status_code == 400
+                message = response.json()["error"]["message"]
+                assert message.startswith("body: is no Unicode text")
 
 
 @given(content=st.binary(max_size=60))
