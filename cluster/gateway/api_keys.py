@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_TENANTS = 1000
 """Each tenant is a label value of several series."""
+MAX_LIMIT = 10**12
 RELOAD_INTERVAL_S = 5.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,8 +50,8 @@ class Tenant:
     """
 
     keys: tuple[str, ...] = ()
-    max_running: int | None = setting(None, at_least=1)
-    tokens_per_minute: int | None = setting(None, at_least=1)
+    max_running: int | None = setting(None, at_least=1, at_most=MAX_LIMIT)
+    tokens_per_minute: int | None = setting(None, at_least=1, at_most=MAX_LIMIT)
     models: tuple[str, ...] = ()
 
 
@@ -209,6 +210,9 @@ class KeyFile:
                 if str(error) != told:
                     log.error("the API keys stay as they were: %s", error)
                 told = str(error)
+            except Exception:
+                # Without this task a key that is taken out of the file would count for ever.
+                log.exception("the API keys stay as they were")
 
 
 def _read(path: Path) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ripresa.cluster.gateway.api_keys import (
     MAX_TENANTS,
@@ -97,6 +101,85 @@ def test_malformed_files_are_refused_by_place(case: str) -> None:
         assert secret not in str(refused.value)
 
 
+GOOD = f"tenants: {{a: {{keys: ['{ONE}'], max_running: 2}}}}"
+# Typos that YAML's own conversions answer with all kinds of Python's errors.
+TYPOS = (
+    "2026-02-30",
+    "2020-01-01T00:00:00+99:99",
+    "!!int abc",
+    "!!int ''",
+    "!!bool maybe",
+    "!!float abc",
+    "!!timestamp soon",
+    "!!binary é",
+    "9" * 5000,
+    "0x" + "f" * 5000,
+    "1" * 400 + ":1:1.5",
+    ".inf",
+    "0b",
+    '"\\UFFFFFFFF"',
+    '"\\ud800"',
+    "[" * 600,
+    "[" * 600 + "]" * 600,
+    "{a: " * 600,
+    "&a [*a]",
+    "*a",
+    "!!set {a}",
+    "!!omap [a]",
+    "!!python/object/apply:os.getcwd []",
+    "<<: [1]",
+    "\0",
+    "[&a [x, x], &b [*a, *a]," + ",".join(f"&c{i} [{'*b, ' * 99}]" for i in range(20)) + "]",
+)
+PLACES = (
+    "{typo}",
+    "tenants: {typo}",
+    "tenants:\n  a: {typo}",
+    "tenants:\n  a:\n    keys: {typo}",
+    "tenants:\n  a:\n    keys: [{typo}]",
+    "? {typo}\n: 1",
+    *(
+        f"tenants:\n  a:\n    keys: ['{ONE}']\n    {name}: {{typo}}"
+        for name in ("max_running", "tokens_per_minute", "models", "expires")
+    ),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["tenants", "a", "keys", "models", "max_running"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_typo_is_told_as_one(place: str) -> None:
+    for typo in TYPOS:
+        with pytest.raises(ConfigError) as refused:
+            read_tenants(place.replace("{typo}", typo), "keys.yaml")
+        assert len(str(refused.value)) < 1000
+
+
+@given(
+    text=st.text(max_size=60)
+    | st.text("tenats:akeys{}[]-?&*!<|>'\"#%@,\\\n 0123456789.xbe+~", max_size=60)
+    | JSON.map(lambda tree: yaml.safe_dump({"tenants": tree}))
+    | st.tuples(st.sampled_from(PLACES), st.text(max_size=20)).map(
+        lambda made: made[0].replace("{typo}", made[1])
+    )
+)
+@example(text=GOOD)
+def test_any_text_is_read_or_refused_as_a_whole(text: str) -> None:
+    try:
+        read = read_tenants(text, "keys.yaml")
+    except ConfigError:
+        return
+    assert all(tenant.keys for tenant in read.by_name.values())
+
+
 @pytest.mark.parametrize(
     ("authorization", "x_api_key", "key"),
     [
@@ -158,3 +241,58 @@ async def test_a_changed_file_counts_and_a_malformed_one_does_not(tmp_path: Path
     finally:
         await keys.stop()
     assert changes.empty()
+
+
+class WatchedFile(KeyFile):
+    """Notes when the file was refused."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.refused = threading.Event()
+
+    def reload(self) -> bool:
+        try:
+            return super().reload()
+        except Exception:
+            self.refused.set()
+            raise
+
+
+@pytest.mark.parametrize("typo", [*(text.encode() for text in TYPOS), b"\xff", b""])
+async def test_a_good_file_counts_after_a_bad_one(typo: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(GOOD)
+    keys = WatchedFile(path)
+    changes: asyncio.Queue[Tenants] = asyncio.Queue()
+    path.write_bytes(b"tenants: {a: {expires: " + typo)
+    await keys.start(changes.put_nowait, interval_s=0.001)
+    try:
+        assert await asyncio.to_thread(keys.refused.wait, 20)
+        assert keys.authenticate("one") == "a"
+        path.write_text(f"tenants: {{a: {{keys: ['{TWO}']}}}}")
+        async with asyncio.timeout(20):
+            await changes.get()
+        with pytest.raises(RequestError):
+            keys.authenticate("one")
+    finally:
+        await keys.stop()
+
+
+async def test_a_listener_that_fails_does_not_end_the_reloading(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(GOOD)
+    keys = KeyFile(path)
+    told: asyncio.Queue[Tenants] = asyncio.Queue()
+
+    def listen(tenants: Tenants) -> None:
+        told.put_nowait(tenants)
+        raise RuntimeError("the listener failed")
+
+    await keys.start(listen, interval_s=0.001)
+    try:
+        for name in "bc":
+            path.write_text(GOOD.replace("a:", f"{name}:", 1))
+            async with asyncio.timeout(20):
+                assert list((await told.get()).by_name) == [name]
+    finally:
+        await keys.stop()
