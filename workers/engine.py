@@ -752,7 +752,10 @@ class EngineCore:
                 self._thread, self._runner.execute, plan, inbound, masks
             )
             seconds = loop.time() - began
-            for slot, error in () if masks is None else masks.errors.items():
+            errors = output.errors if masks is None else output.errors | masks.errors
+            for slot, error in errors.items():
+                if error.code is ErrorCode.INTERNAL:
+                    logger.warning("step %d: slot %d cannot go on: %s", plan.step, slot, error)
                 self.fail(self._by_slot[slot], error)
             progress = self._scheduler.complete(output.sampled)
         except Exception as error:

@@ -13,7 +13,7 @@ import xxhash
 from ripresa.workers.cache.kv_cache import KVCache
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat, KVLayout, PoolSpec
 from ripresa.workers.config import EngramPlacement, Numerics
-from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument
+from ripresa.workers.errors import CheckpointError, ConfigError, InvalidArgument, RipresaError
 from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.models.checkpoint import Checkpoint, Progress
 from ripresa.workers.models.checkpoint_tokenizer import (
@@ -287,12 +287,12 @@ class TorchModelRunner:
                 [step.rules for step, _ in sampled],
                 [None if masks is None else masks.of(step.slot) for step, _ in sampled],
             )
-            output.sampled = {
-                step.slot: token for (step, _), token in zip(sampled, tokens, strict=True)
-            }
-            for row, asked, (step, _) in zip(rows, params, sampled, strict=True):
+            for row, asked, (step, _), token in zip(rows, params, sampled, tokens, strict=True):
+                if isinstance(token, RipresaError):
+                    output.errors[step.slot] = token
+                    continue
+                output.sampled[step.slot] = token
                 if asked.logprobs is not None:
-                    token = output.sampled[step.slot]
                     output.logprobs[step.slot] = logprobs_of(row, token, asked.logprobs)
 
     def _rows(self, runs: Sequence[Run]) -> Rows:

@@ -7,6 +7,7 @@ stream that continues on another worker, in another batch or after a replay goes
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.request import SamplingParams, TokenLogprobs
 from ripresa.workers.token_history import TokenRules
+
+logger = logging.getLogger(__name__)
 
 TokenMask = NDArray[np.bool_]
 """[vocab], true where a token may come."""
@@ -43,9 +46,13 @@ def sample(
 
     Raises:
         InvalidArgument: a parameter is out of range.
-        RipresaError: INTERNAL; a logit is NaN or +inf, or every token is forbidden.
+        RipresaError: INTERNAL; a logit is NaN or +inf, is so after the penalties, or every token
+            is forbidden.
     """
-    return sample_batch(logits.unsqueeze(0), [params], [position], [rules], [mask])[0]
+    token = sample_batch(logits.unsqueeze(0), [params], [position], [rules], [mask])[0]
+    if isinstance(token, RipresaError):
+        raise token
+    return token
 
 
 def sample_batch(
@@ -54,12 +61,15 @@ def sample_batch(
     positions: Sequence[int],
     rules: Sequence[TokenRules | None] | None = None,
     masks: Sequence[TokenMask | None] | None = None,
-) -> list[int]:
-    """`sample` for every row of `logits` [rows, vocab]; a row's token ignores the other rows."""
+) -> list[int | RipresaError]:
+    """`sample` for every row of `logits` [rows, vocab]; a row ignores the other rows.
+
+    What `sample` would raise for a row stands in its place: the others have their tokens.
+    """
     rows = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
     rules = [None] * len(rows) if rules is None else rules
     masks = [None] * len(rows) if masks is None else masks
-    return [_choose(*row) for row in zip(rows, params, positions, rules, masks, strict=True)]
+    return [_chosen(*row) for row in zip(rows, params, positions, rules, masks, strict=True)]
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
@@ -91,6 +101,24 @@ def uniform(seed: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+def _chosen(
+    logits: NDArray[np.float32],
+    params: SamplingParams,
+    position: int,
+    rules: TokenRules | None,
+    mask: TokenMask | None,
+) -> int | RipresaError:
+    """What `_choose` returns or raises."""
+    try:
+        return _choose(logits, params, position, rules, mask)
+    except RipresaError as error:
+        return error
+    except Exception as error:
+        logger.exception("position %d was not sampled", position)
+        reason = f"cannot sample position {position}: {type(error).__name__}: {error}"
+        return RipresaError(ErrorCode.INTERNAL, reason)
+
+
 def _choose(
     logits: NDArray[np.float32],
     params: SamplingParams,
@@ -108,13 +136,20 @@ def _choose(
         )
     values = logits.astype(np.float64)
     if params.logit_bias or params.banned_token_ids or rules is not None or mask is not None:
-        _change(values, params, rules or TokenRules(), mask)
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+            _change(values, params, rules or TokenRules(), mask)
         best = int(values.argmax())
         if values[best] == -math.inf:
             raise RipresaError(
                 ErrorCode.INTERNAL,
                 f"cannot sample position {position}: every token is forbidden; ask for fewer "
                 "`min_tokens`, or allow more tokens",
+            )
+        if not math.isfinite(values[best]):
+            raise RipresaError(
+                ErrorCode.INTERNAL,
+                f"cannot sample position {position}: the largest logit is {values[best]} after "
+                "the penalties; ask for weaker ones",
             )
     if params.temperature == 0:
         return best

@@ -223,6 +223,69 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
     assert caught.value.field == field
 
 
+_extremes = st.sampled_from(
+    [5e-324, 1e-320, 1e-308, 1e-9, 1.0, 50.0, 1e38, 1e308, 1.7e308, 0.0, math.nan, math.inf]
+)
+_signed = _extremes | _extremes.map(lambda value: -value)
+
+
+@given(
+    st.lists(
+        st.floats(width=32) | st.sampled_from([3.4e38, -3.4e38, math.inf, -math.inf, math.nan]),
+        min_size=6,
+        max_size=6,
+    ),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.just(1),
+        temperature=_signed,
+        min_p=_signed,
+        top_k=st.none() | st.integers(-1, 2**64),
+        top_p=_signed,
+        presence_penalty=_signed,
+        frequency_penalty=_signed,
+        repetition_penalty=_signed,
+        logit_bias=st.lists(st.tuples(st.integers(0, 9), _signed), max_size=2).map(tuple),
+        banned_token_ids=st.lists(st.integers(0, 9), max_size=6).map(tuple),
+    ),
+    st.builds(
+        TokenRules,
+        # One beyond the vocabulary: the penalties of such a row fail by themselves.
+        prompt_ids=st.lists(st.integers(0, 6), max_size=3, unique=True).map(tuple),
+        said=st.dictionaries(st.integers(0, 6), st.integers(1, 2**20), max_size=4).map(
+            lambda counts: tuple(counts.items())
+        ),
+        forbidden=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    ),
+    st.none() | st.lists(st.booleans(), min_size=6, max_size=6).map(np.array),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_poisoned_row_fails_alone(
+    logits: list[float], params: SamplingParams, rules: TokenRules, mask: TokenMask | None
+) -> None:
+    """Whatever it asks for and whatever the model says, it has a permitted token or an error."""
+    mate = [0.5, -1.0, 2.0, 0.1, 0.0, 1.0]
+    rows = torch.tensor([mate, logits, mate], dtype=torch.float32)
+    first, token, last = sample_batch(
+        rows, [PLAIN, params, PLAIN], [3, 4, 5], [None, rules, None], [None, mask, None]
+    )
+    assert (first, last) == tuple(sample(torch.tensor(mate), PLAIN, at) for at in (3, 5))
+    if not isinstance(token, RipresaError):
+        assert 0 <= token < 6
+        assert math.isfinite(logits[token])
+        assert token not in params.banned_token_ids
+        assert mask is None or mask[token]
+
+
+@pytest.mark.parametrize("factor", [5e-324, 1e-320])
+def test_penalties_that_leave_no_finite_logit_are_refused(factor: float) -> None:
+    said = TokenRules(prompt_ids=(1,))
+    for params in (PLAIN, GREEDY):
+        with pytest.raises(RipresaError, match="after the penalties") as caught:
+            sample(torch.tensor([0.0, 5.0]), replace(params, repetition_penalty=factor), 7, said)
+        assert caught.value.code is ErrorCode.INTERNAL
+
+
 def test_rows_parameters_and_positions_must_match() -> None:
     with pytest.raises(ValueError, match="zip"):
         sample_batch(torch.zeros(3, 4), [PLAIN] * 2, [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -62,12 +63,16 @@ async def run(runner: TorchModelRunner, asked: GenerationRequest) -> list[Engine
     engine = DecodeEngine("d0", runner, CONFIG)
     await engine.start()
     try:
-        events = [event async for event in engine.generate(asked, local=True)]
+        events = await collect(engine, asked)
         engine.check_integrity()
     finally:
         await engine.stop()
     assert not any(isinstance(event, Failed) for event in events), events[-1]
     return events
+
+
+async def collect(engine: DecodeEngine, asked: GenerationRequest) -> list[EngineEvent]:
+    return [event async for event in engine.generate(asked, local=True)]
 
 
 def tokens_of(events: list[EngineEvent]) -> tuple[int, ...]:
@@ -122,6 +127,38 @@ async def test_penalties_change_a_stream(runner: TorchModelRunner) -> None:
     varied = tokens_of(await run(runner, request(**never_again)))
     assert len(set(plain)) < len(plain), "the tiny model repeats itself"
     assert len(set(varied)) == len(varied)
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"repetition_penalty": 1e-320},
+        {"frequency_penalty": -1e308, "presence_penalty": -1.7e308},
+        {"banned_token_ids": tuple(range(96))},
+        {"temperature": float("nan")},
+    ],
+    ids=lambda poison: next(iter(poison)),
+)
+async def test_a_poisoned_request_fails_alone(
+    runner: TorchModelRunner, poison: dict[str, Any]
+) -> None:
+    mates = [replace(request(seed=n, frequency_penalty=0.5), request_id=f"{n}") for n in (1, 2)]
+    alone = [tokens_of(await run(runner, mate)) for mate in mates]
+    engine = DecodeEngine("d0", runner, CONFIG)
+    await engine.start()
+    try:
+        poisoned, *others = await asyncio.gather(
+            *(collect(engine, asked) for asked in (request(**poison), *mates))
+        )
+        assert engine.stats().num_running == 0
+        engine.check_integrity()
+    finally:
+        await engine.stop()
+    failed = poisoned[-1]
+    assert isinstance(failed, Failed)
+    assert "of 3 sequences failed" not in str(failed.error)
+    assert [tokens_of(events) for events in others] == alone
+    assert all(isinstance(events[-1], Finished) for events in others)
 
 
 async def test_an_ending_comes_no_sooner_than_asked(runner: TorchModelRunner) -> None:

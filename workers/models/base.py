@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ripresa.workers.errors import RipresaError
 from ripresa.workers.models.vocabulary import Vocabulary
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import TokenLogprobs
@@ -40,6 +41,7 @@ class StepOutput:
 
     Attributes:
         sampled: the chosen next token.
+        errors: why a slot has none; its request cannot go on.
         logprobs: of the chosen token, for sequences that ask for them.
         encoder_output: rows at or above the sequence's `hand_over_from`.
         logits: [decoder rows, vocab] float32 where they were asked for.
@@ -49,6 +51,7 @@ class StepOutput:
     """
 
     sampled: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, RipresaError] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)

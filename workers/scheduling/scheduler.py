@@ -337,14 +337,16 @@ class Scheduler:
         """Book the step in flight: advance its sequences, free those removed meanwhile.
 
         Args:
-            sampled: the next token by slot, for every slot whose step asked for one.
+            sampled: the next token by slot, for every slot whose step asked for one; those of
+                sequences removed meanwhile may miss.
 
         Raises:
             RipresaError: INTERNAL; a token is missing. Nothing is booked; call `abandon`.
         """
         batch = self._batch_in_flight()
         asked = {step.slot for _, step in batch if step.sampling is not None}
-        if asked != set(sampled):
+        removed = {s.slot for seq, s in batch if seq.status is SequenceStatus.REMOVED}
+        if not asked - removed <= set(sampled) <= asked:
             raise RipresaError(
                 ErrorCode.INTERNAL,
                 f"tokens were asked for slots {sorted(asked)} and came for {sorted(sampled)}",
