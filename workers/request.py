@@ -110,6 +110,8 @@ class StreamTicket:
         choice: which answer of it this is.
         origin: the client's request in the gateways' own terms; workers only keep it.
         placed_on: the decode worker of the first execution.
+        prefilled_on: the encoder worker that was to compute its prompt; None for none.
+        prefix: what the first execution brought and held for it; None on the first one.
         earlier: what earlier executions have streamed.
     """
 
@@ -117,6 +119,8 @@ class StreamTicket:
     choice: int
     origin: bytes
     placed_on: str = ""
+    prefilled_on: str | None = None
+    prefix: PrefixOutcome | None = None
     earlier: tuple[Tokens, ...] = ()
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.workers.cache.block_hash import BlockHasher, worker_context
 from ripresa.workers.errors import ErrorCode, RipresaError
-from ripresa.workers.prefix_sources import PrefixSources
+from ripresa.workers.prefix_sources import PrefixOutcome, PrefixSources
 from ripresa.workers.replay import Recipe
 from ripresa.workers.request import Finished, GenerationRequest, Tokens, WorkCounters
 
@@ -28,6 +28,7 @@ class Execution:
         next_generation: above those of every execution so far.
         hashes: of the full blocks of prompt and streamed tokens, once `hash` was called.
         is_placed, is_planned: the client has heard of its worker, and of its recipe.
+        prefilled_on, prefix: what else it has heard of that.
         placed_on: that worker; the next one to be asked while nobody has heard of any.
         is_followed: what some worker had kept of it was told.
         followed_on: that worker, the last one.
@@ -42,6 +43,8 @@ class Execution:
         self.is_placed = False
         self.is_planned = False
         self.placed_on = ""
+        self.prefilled_on: str | None = None
+        self.prefix: PrefixOutcome | None = None
         self.is_followed = False
         self.followed_on = ""
         self._streamed: list[int] = []
@@ -130,7 +133,14 @@ class Execution:
         ticket = prompt.stream
         if ticket is not None:
             origin, earlier = (ticket.origin, tuple(self._events)) if keeps else (b"", ())
-            ticket = replace(ticket, origin=origin, placed_on=self.placed_on, earlier=earlier)
+            ticket = replace(
+                ticket,
+                origin=origin,
+                placed_on=self.placed_on,
+                prefilled_on=self.prefilled_on,
+                prefix=self.prefix,
+                earlier=earlier,
+            )
         return GenerationRequest(
             request_id=prompt.request_id,
             generation=generation,

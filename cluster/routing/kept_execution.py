@@ -21,6 +21,7 @@ from ripresa.cluster.routing.route_finder import WorkerView
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
 from ripresa.workers.kept_streams import KeptPrompt
+from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.request import (
     EngineEvent,
     Failed,
@@ -108,7 +109,9 @@ class KeptExecutions:
                 return
             generation = found.prompt.generation
             execution.next_generation = max(execution.next_generation, generation + 1)
-            execution.placed_on = found.prompt.ticket.placed_on
+            kept = found.prompt.ticket
+            execution.placed_on, execution.prefilled_on = kept.placed_on, kept.prefilled_on
+            execution.prefix = kept.prefix
             execution.followed_on = found.worker_id
             execution.fix(found.prompt.recipe)
             try:
@@ -134,9 +137,18 @@ class KeptExecutions:
                 for event in batch:
                     if isinstance(event, Reserved | RecipeFixed | PrefillDone):
                         execution.fix(event.recipe)
+                    match event:
+                        case Reserved(local=True) | RecipeFixed() if execution.prefix is None:
+                            execution.prefix = event.prefix
                     if execution.recipe is not None and not execution.is_placed:
                         execution.is_placed = execution.is_planned = True
-                        yield Placed(execution.placed_on, None, execution.recipe, "resumed")
+                        yield Placed(
+                            execution.placed_on,
+                            execution.prefilled_on,
+                            execution.recipe,
+                            "resumed",
+                            execution.prefix or PrefixOutcome(),
+                        )
                     match event:
                         case Tokens() if self._is_new(event, execution):
                             execution.stream(event)

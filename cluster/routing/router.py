@@ -237,6 +237,8 @@ class ClusterRouter:
                         log.recipe = execution.recipe
                         if isinstance(event, Reserved):
                             wait.admitted()
+                        if not execution.is_planned and execution.recipe is not None:
+                            execution.prefix = route.outcome or PrefixOutcome()
                         match event:
                             case Reserved() if not execution.is_placed:
                                 execution.is_placed = True
@@ -246,7 +248,7 @@ class ClusterRouter:
                                     route.encoder,
                                     execution.recipe,
                                     route.plan.reason,
-                                    route.outcome or PrefixOutcome(),
+                                    execution.prefix or PrefixOutcome(),
                                     route.hit_error_tokens,
                                 )
                             case Tokens():
@@ -262,7 +264,7 @@ class ClusterRouter:
                             execution.is_planned = True
                             yield Planned(
                                 execution.recipe,
-                                route.outcome or PrefixOutcome(),
+                                execution.prefix or PrefixOutcome(),
                                 route.hit_error_tokens,
                             )
             except (GeneratorExit, asyncio.CancelledError):
@@ -323,7 +325,7 @@ class ClusterRouter:
         """One execution's events; a failure of it is raised."""
         is_local = route.encoder is None
         if not execution.is_placed:
-            execution.placed_on = route.decoder
+            execution.placed_on, execution.prefilled_on = route.decoder, route.encoder
         request = execution.next_request(
             route.computing.sources if is_local else None,
             leads=route.hints.leads,
