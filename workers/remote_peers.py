@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
-from ripresa.workers.remote_worker import TARGET, direct, failures
+from ripresa.workers.remote_worker import TARGET, apart, direct, failures
 from ripresa.workers.request import GenerationRequest
 from ripresa.workers.transfer.base import Accept, ControlMessage, Peer
 
@@ -38,7 +38,9 @@ class RemotePeers:
         """Have a decode worker take a session; see `Departure`."""
         handle = self._handle(address.kind)
         async with failures(f"{address.kind} worker {address.worker_id}"):
-            is_taken: bool = await handle.adopt.remote(request, **{TARGET: address.worker_id})
+            is_taken: bool = await apart(
+                handle.adopt.remote, request, **{TARGET: address.worker_id}
+            )
             return is_taken
 
     def _handle(self, kind: WorkerKind) -> DeploymentHandle[Any]:
@@ -59,7 +61,7 @@ class _RemotePeer:
     async def deliver(self, message: ControlMessage) -> Accept | None:
         worker_id = self._address.worker_id
         async with failures(f"{self._address.kind} worker {worker_id}"):
-            answer: Accept | None = await self._handle.deliver.remote(
-                message, **{TARGET: worker_id}
+            answer: Accept | None = await apart(
+                self._handle.deliver.remote, message, **{TARGET: worker_id}
             )
             return answer

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from contextvars import Context
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 import ray.exceptions
@@ -20,12 +21,24 @@ from ray.serve.handle import DeploymentHandle
 from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
 from ripresa.workers.report import SessionMove, WorkerReport
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TARGET = "worker_id"
 
 
 def direct(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
     """The handle with messages by gRPC between replicas: faster, and cancels always arrive."""
     return handle.options(_by_reference=False)
+
+
+def apart(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make a call that Serve takes for a request of its own.
+
+    What is called while Serve handles an HTTP request inherits that request's internal id, and of
+    calls that are under way at once with one id Serve's router loses all but one.
+    """
+    return Context().run(call, *args, **kwargs)
 
 
 def require_target(own_id: str, worker_id: str) -> None:

@@ -19,7 +19,7 @@ from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.errors import RipresaError
 from ripresa.workers.kept_streams import KeptPrompt
-from ripresa.workers.remote_worker import TARGET, direct, failures
+from ripresa.workers.remote_worker import TARGET, apart, direct, failures
 from ripresa.workers.report import SessionMove, WorkerReport
 from ripresa.workers.request import (
     EngineEvent,
@@ -77,8 +77,8 @@ class RayWorkerCalls:
         reader = uuid.uuid4().hex
         is_over = request.stream is None
         async with failures(f"decode worker {worker_id}"):
-            events: Any = self._streams.generate.remote(
-                request, local, reader, **{TARGET: worker_id}
+            events: Any = apart(
+                self._streams.generate.remote, request, local, reader, **{TARGET: worker_id}
             )
             try:
                 async for event in events:
@@ -91,8 +91,8 @@ class RayWorkerCalls:
 
     async def find_stream(self, worker_id: str, stream_id: str, choice: int) -> KeptPrompt | None:
         async with failures(f"decode worker {worker_id}"), asyncio.timeout(FIND_TIMEOUT_S):
-            found: KeptPrompt | None = await self._decoders.find_stream.remote(
-                stream_id, choice, **{TARGET: worker_id}
+            found: KeptPrompt | None = await apart(
+                self._decoders.find_stream.remote, stream_id, choice, **{TARGET: worker_id}
             )
             return found
 
@@ -102,8 +102,8 @@ class RayWorkerCalls:
         reader = uuid.uuid4().hex
         is_over = False
         async with failures(f"decode worker {worker_id}"):
-            batches: Any = self._streams.resume.remote(
-                stream_id, choice, reader, **{TARGET: worker_id}
+            batches: Any = apart(
+                self._streams.resume.remote, stream_id, choice, reader, **{TARGET: worker_id}
             )
             try:
                 async for batch in batches:
@@ -125,7 +125,7 @@ class RayWorkerCalls:
     async def _let_go(self, workers: DeploymentHandle[Any], worker_id: str, caller: str) -> None:
         try:
             async with failures(f"worker {worker_id}"):
-                await workers.let_go.remote(caller, **{TARGET: worker_id})
+                await apart(workers.let_go.remote, caller, **{TARGET: worker_id})
         except RipresaError as error:
             # Its work has ended with it.
             logger.warning("a call was not let go: %s", error)
@@ -141,8 +141,8 @@ class RayWorkerCalls:
         caller = uuid.uuid4().hex
         is_over = request.stream is None
         async with failures(f"encoder worker {worker_id}"):
-            answer: Any = self._encoders.prefill.remote(
-                request, receiver, caller, **{TARGET: worker_id}
+            answer: Any = apart(
+                self._encoders.prefill.remote, request, receiver, caller, **{TARGET: worker_id}
             )
             try:
                 counters: WorkCounters = await answer
@@ -158,19 +158,21 @@ class RayWorkerCalls:
 
     async def abort(self, worker_id: str, request_id: str) -> bool:
         async with failures(f"decode worker {worker_id}"):
-            found: bool = await self._decoders.abort.remote(request_id, **{TARGET: worker_id})
+            found: bool = await apart(
+                self._decoders.abort.remote, request_id, **{TARGET: worker_id}
+            )
             return found
 
     async def lease(self, worker_id: str, request_id: str, tools: tuple[str, ...]) -> bool:
         async with failures(f"decode worker {worker_id}"):
             target = {TARGET: worker_id}
-            is_known: bool = await self._decoders.lease.remote(request_id, tools, **target)
+            is_known: bool = await apart(self._decoders.lease.remote, request_id, tools, **target)
             return is_known
 
     async def end_session(self, worker_id: str, tenant_salt: bytes, session_id: str) -> None:
         async with failures(f"decode worker {worker_id}"):
             target = {TARGET: worker_id}
-            await self._decoders.end_session.remote(tenant_salt, session_id, **target)
+            await apart(self._decoders.end_session.remote, tenant_salt, session_id, **target)
 
 
 class RayWorkerCare:
@@ -246,8 +248,8 @@ class RayWorkerView:
     async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
         try:
             async with asyncio.timeout(MOVE_TIMEOUT_S), failures("the controller"):
-                move: SessionMove | None = await self._controller.session_move.remote(
-                    tenant_salt, session_id
+                move: SessionMove | None = await apart(
+                    self._controller.session_move.remote, tenant_salt, session_id
                 )
             return move
         except (RipresaError, TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 from reference_engine import Question, ReferenceEngine
 from served_cluster import ServedCluster, generate_request
@@ -41,6 +42,21 @@ def test_text_and_its_token_ids_are_one_prompt(
     tokens = agent_tokens[:200]
     text = split.stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens)).text
     assert tuple(split.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids) == tokens
+
+
+def test_many_choices_by_http_and_nobody_is_taken_for_lost(split: ServedCluster) -> None:
+    """Choices run at once within one of Serve's own requests."""
+    before = set(split.listed())
+    base_url = f"http://{split.cluster.http_address}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=100) as client:
+        (model,) = client.models.list().data
+        for _ in range(3):
+            answer = client.completions.create(
+                model=model.id, prompt="Once upon a time", n=8, max_tokens=4, temperature=1.0
+            )
+            assert [choice.index for choice in answer.choices] == list(range(8))
+    assert set(split.listed()) == before
+    split.assert_idle()
 
 
 @pytest.mark.parametrize("tail", [TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL])
