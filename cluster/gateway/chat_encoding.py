@@ -417,7 +417,10 @@ def _take_format(body: Json, protocol: Protocol) -> OutputFormat | None:
 def _with_format(
     conversation: recipe.Conversation, wanted: OutputFormat | None
 ) -> recipe.Conversation:
-    """The conversation whose prompt tells the format of the answer."""
+    """The conversation whose prompt tells the format of the answer.
+
+    Raises InvalidArgument for a schema that holds what the library cannot.
+    """
     if wanted is None:
         return conversation
     told: dict[str, Any] = {"response_format": "json_object"}
@@ -425,14 +428,17 @@ def _with_format(
         told = {"response_regex": wanted.text}
     elif wanted.kind == "json_schema":
         told = {"response_schema": wanted.schema}
-    return recipe.Conversation(
-        conversation.messages,
-        thinking_mode=conversation.thinking_mode,
-        tools=conversation.tools,
-        tool_choice=conversation.tool_choice,
-        reasoning_effort=conversation.reasoning_effort,
-        **told,
-    )
+    try:
+        return recipe.Conversation(
+            conversation.messages,
+            thinking_mode=conversation.thinking_mode,
+            tools=conversation.tools,
+            tool_choice=conversation.tool_choice,
+            reasoning_effort=conversation.reasoning_effort,
+            **told,
+        )
+    except OverflowError as error:
+        raise InvalidArgument(wanted.field, "has an integer of more than 64 bits") from error
 
 
 def _take_tool_choice(body: Json, protocol: Protocol) -> ToolChoice:

@@ -269,6 +269,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "response_format",
         "invalid_request",
     ),
+    "a schema's integer": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "integer", "const": 10**30}},
+            }
+        },
+        "response_format.json_schema.schema",
+        "invalid_request",
+    ),
     "one call at a time": (
         {"parallel_tool_calls": "no"},
         "parallel_tool_calls",
