@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
                 }
             ]
         },
-        "messages",
+        "messages[0].content[0].type",
         "invalid_request",
     ),
     "session": ({"extra_body": {"session_id": "s" * 1025}}, "session_id", "invalid"),
@@ -355,6 +355,53 @@ async def test_responses_refuses_what_needs_a_store(
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model=MODEL, input="hi", extra_body={field: value})
     assert field in str(caught.value)
+    assert router.seen == []
+
+
+HOSTED_TOOLS = (
+    *("file_search", "computer_use_preview", "code_interpreter", "image_generation"),
+    *("local_shell", "mcp", "web_search", "web_search_preview", "custom", "tomato"),
+)
+ITEMS = ("item_reference", "computer_call", "mcp_call", "compaction", "tomato")
+DATA = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+KINDS: list[tuple[str, str, Any]] = [
+    *(("tools[0].type", "tools", [{"type": kind, "name": "f"}]) for kind in HOSTED_TOOLS),
+    *(("input[1].type", "input", [OSLO[0], {"type": kind, "id": "x"}]) for kind in ITEMS),
+    *(
+        ("input[0].content[0].type", "input", [{"role": "user", "content": [{"type": kind}]}])
+        for kind in ("input_file", "input_image", "tomato")
+    ),
+    (
+        "input[0].output[0].type",
+        "input",
+        [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}],
+    ),
+    ("text.verbosity", "text", {"verbosity": "low"}),
+]
+
+
+@pytest.mark.parametrize(("param", "field", "value"), KINDS)
+async def test_responses_names_the_kind_it_does_not_serve(
+    raw: httpx.AsyncClient, router: InProcessRouter, param: str, field: str, value: Any
+) -> None:
+    response = await raw.post("/v1/responses", json={"input": "hi", field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert router.seen == []
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("kind", ["document", "image", "server_tool_use", "search_result"])
+async def test_messages_names_the_content_it_does_not_serve(
+    raw: httpx.AsyncClient, router: InProcessRouter, path: str, kind: str
+) -> None:
+    block = {"type": kind, "source": DATA}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    for content, place in (([block], "content[0]"), ([result], "content[0].content[0]")):
+        body = {"max_tokens": 3, "messages": [{"role": "user", "content": content}]}
+        response = await raw.post(path, json=body)
+        assert response.status_code == 400
+        assert f"messages[0].{place}.type: only text" in response.text
     assert router.seen == []
 
 
