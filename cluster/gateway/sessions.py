@@ -296,8 +296,8 @@ def refused(refusal: Refusal, session_id: str, turn_id: str = "") -> RequestErro
             return RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 refusal,
-                "the session takes more than all sessions may (sessions.max_bytes); close it and "
-                "open a shorter one",
+                "the session takes more than there is room for beside those of others "
+                "(sessions.max_bytes); close it and open a shorter one",
             )
 
 

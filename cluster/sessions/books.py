@@ -7,7 +7,9 @@ new one makes a branch. Messages are bytes of the gateways' own; they are only k
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -114,18 +116,60 @@ class _Session:
     turns: dict[str, TurnRecord] = field(default_factory=dict)
 
 
+class _ByExpiry:
+    """Some of the sessions, those first that expire first."""
+
+    def __init__(self, sessions: Mapping[Key, _Session]) -> None:
+        self._sessions = sessions
+        # A session stands here once for each of its uses; all but the last have no meaning.
+        self._heap: list[tuple[float, Key]] = []
+        self._compact_at = 0
+
+    def add(self, key: Key) -> None:
+        """Take note of a session's use."""
+        heapq.heappush(self._heap, (self._sessions[key].expires, key))
+        if len(self._heap) > self._compact_at:
+            self._heap = sorted({entry for entry in self._heap if self._counts(entry)})
+            self._compact_at = 64 + 4 * len(self._heap)
+
+    def pop(self, expired_at: float = math.inf) -> Key | None:
+        """Take out the first one that has expired then; None if there is none."""
+        while self._heap and self._heap[0][0] <= expired_at:
+            entry = heapq.heappop(self._heap)
+            if self._counts(entry):
+                return entry[1]
+        return None
+
+    def _counts(self, entry: tuple[float, Key]) -> bool:
+        session = self._sessions.get(entry[1])
+        return session is not None and session.expires == entry[0]
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A tenant who has sessions."""
+
+    sessions: _ByExpiry
+    num_bytes: int = 0
+
+
 class SessionBooks:
     """The opened sessions of all tenants.
 
+    Room is made by the tenant who holds the most, at the time: those of his sessions go that would
+    expire first. So no tenant loses a session because of one who holds more, and none at all while
+    he holds no more than his share.
+
     Args:
-        max_bytes: what they may take, about; those that would expire first make room.
+        max_bytes: what they may take, about.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._sessions: dict[Key, _Session] = {}
         self._expired: OrderedDict[Key, None] = OrderedDict()
-        self._by_expiry: list[tuple[float, Key]] = []
+        self._by_expiry = _ByExpiry(self._sessions)
+        self._holders: dict[str, _Holder] = {}
         self._num_bytes = 0
         self._ended = dict.fromkeys(SessionEnd, 0)
 
@@ -148,16 +192,14 @@ class SessionBooks:
         self._expire(now)
         session = self._sessions.get(key)
         if session is None:
-            if head.num_bytes > self._max_bytes:
+            if not self._make_room(key, head.num_bytes):
                 return Refusal.SESSION_TOO_LARGE
-            session = _Session(head, now, now, head.num_bytes)
-            self._sessions[key] = session
+            session = self._sessions[key] = _Session(head, now, now, 0)
             self._expired.pop(key, None)
-            self._num_bytes += head.num_bytes
+            self._grow(key, session, head.num_bytes)
         elif session.head != head:
             return Refusal.SESSION_EXISTS
         self._touch(key, session, now)
-        self._make_room(key)
         return self._facts(session)
 
     def get(self, key: Key, now: float) -> SessionFacts | Refusal:
@@ -189,13 +231,11 @@ class SessionBooks:
             return None
         if turn.parent_id and turn.parent_id not in session.turns:
             return Refusal.TURN_NOT_FOUND
-        if session.num_bytes + turn.num_bytes > self._max_bytes:
+        if not self._make_room(key, turn.num_bytes):
             return Refusal.SESSION_TOO_LARGE
         session.turns[turn.turn_id] = turn
-        session.num_bytes += turn.num_bytes
-        self._num_bytes += turn.num_bytes
+        self._grow(key, session, turn.num_bytes)
         self._touch(key, session, now)
-        self._make_room(key)
         return None
 
     def close(self, key: Key, now: float) -> SessionHead | Refusal:
@@ -213,41 +253,70 @@ class SessionBooks:
             return session
         return Refusal.SESSION_EXPIRED if key in self._expired else Refusal.SESSION_NOT_FOUND
 
+    def _grow(self, key: Key, session: _Session, num_bytes: int) -> None:
+        holder = self._holders.get(key[0])
+        if holder is None:
+            holder = self._holders[key[0]] = _Holder(_ByExpiry(self._sessions))
+        for one in (session, holder):
+            one.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+
     def _touch(self, key: Key, session: _Session, now: float) -> None:
         session.expires = now + session.head.idle_ttl_s
-        heapq.heappush(self._by_expiry, (session.expires, key))
-        if len(self._by_expiry) > 64 + 4 * len(self._sessions):
-            self._by_expiry = [(one.expires, name) for name, one in self._sessions.items()]
-            heapq.heapify(self._by_expiry)
+        self._remember(key)
+
+    def _remember(self, key: Key) -> None:
+        self._by_expiry.add(key)
+        self._holders[key[0]].sessions.add(key)
 
     def _expire(self, now: float) -> None:
-        while self._by_expiry and self._by_expiry[0][0] <= now:
-            self._pop(SessionEnd.EXPIRED)
+        while (key := self._by_expiry.pop(now)) is not None:
+            self._forget(key, SessionEnd.EXPIRED)
 
-    def _make_room(self, kept: Key) -> None:
-        spared: list[tuple[float, Key]] = []
-        while self._num_bytes > self._max_bytes and self._by_expiry:
-            if self._by_expiry[0][1] == kept:
-                spared.append(heapq.heappop(self._by_expiry))
+    def _make_room(self, kept: Key, num_bytes: int) -> bool:
+        """Let sessions go so that one may grow; whether there is room. If not, none has gone."""
+        excess = self._num_bytes + num_bytes - self._max_bytes
+        if excess <= 0:
+            return True
+        tenant = kept[0]
+        held = {name: holder.num_bytes for name, holder in self._holders.items()}
+        held[tenant] = held.get(tenant, 0) + num_bytes
+        victims: list[Key] = []
+        is_kept_out = False
+        while excess > 0:
+            most = max(held, key=lambda name: (held[name], name == tenant))
+            key = self._holders[most].sessions.pop() if most in self._holders else None
+            if key is None:
+                break
+            if key == kept:
+                is_kept_out = True
+                continue
+            victims.append(key)
+            size = self._sessions[key].num_bytes
+            held[most] -= size
+            excess -= size
+        if is_kept_out:
+            self._remember(kept)
+        for key in victims:
+            if excess > 0:
+                self._remember(key)
             else:
-                self._pop(SessionEnd.EVICTED)
-        for entry in spared:
-            heapq.heappush(self._by_expiry, entry)
+                self._forget(key, SessionEnd.EVICTED)
+        return excess <= 0
 
-    def _pop(self, why: SessionEnd) -> None:
-        """Let the session go that expires first, unless it was used since."""
-        expires, key = heapq.heappop(self._by_expiry)
-        session = self._sessions.get(key)
-        if session is None or session.expires != expires:
+    def _forget(self, key: Key, why: SessionEnd) -> None:
+        session = self._sessions.pop(key)
+        self._num_bytes -= session.num_bytes
+        holder = self._holders[key[0]]
+        holder.num_bytes -= session.num_bytes
+        if not holder.num_bytes:
+            del self._holders[key[0]]
+        self._ended[why] += 1
+        if why is SessionEnd.CLOSED:
             return
-        self._forget(key, why)
         self._expired[key] = None
         if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)
-
-    def _forget(self, key: Key, why: SessionEnd) -> None:
-        self._num_bytes -= self._sessions.pop(key).num_bytes
-        self._ended[why] += 1
 
     def _facts(self, session: _Session) -> SessionFacts:
         newest = next(reversed(session.turns.values()), None)

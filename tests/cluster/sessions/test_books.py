@@ -63,6 +63,72 @@ def test_sessions_that_expire_first_make_room() -> None:
     )
 
 
+def num_bytes(sessions: dict[Key, int], tenant: str) -> int:
+    return sum(size for key, size in sessions.items() if key[0] == tenant)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.integers(min_value=0, max_value=4),
+            st.integers(min_value=0, max_value=4 * RECORD_BYTES),
+            st.sampled_from([1.0, 50.0, 86400.0]),
+        ),
+        max_size=60,
+    )
+)
+def test_no_tenant_loses_a_session_because_of_one_who_holds_more(
+    steps: list[tuple[str, int, int, float]],
+) -> None:
+    max_bytes = 20 * RECORD_BYTES
+    books = SessionBooks(max_bytes)
+    sizes: dict[Key, int] = {}
+    for now, (tenant, name, size, ttl_s) in enumerate(steps):
+        sizes = {
+            key: n for key, n in sizes.items() if isinstance(books.get(key, now), SessionFacts)
+        }
+        before, key = dict(sizes), (tenant, str(name))
+        if key in sizes:
+            record = turn(str(now), size=size)
+            refused = books.append(key, record, now)
+            added = record.num_bytes
+        else:
+            head = SessionHead("m", "", b"x" * size, ttl_s)
+            opened = books.open(key, head, now)
+            refused = opened if isinstance(opened, Refusal) else None
+            added = head.num_bytes
+        lost = {
+            key: n for key, n in before.items() if not isinstance(books.get(key, now), SessionFacts)
+        }
+        holders = {owner for owner, _ in [*before, key]}
+        if refused is not None:
+            assert refused is Refusal.SESSION_TOO_LARGE
+            assert not lost
+            # It alone is more than his share.
+            assert (before.get(key, 0) + added) * len(holders) > max_bytes
+            sizes = before
+            continue
+        assert not lost or sum(before.values()) + added > max_bytes
+        sizes = {key: n for key, n in before.items() if key not in lost}
+        sizes[key] = sizes.get(key, 0) + added
+        assert books.num_bytes == sum(sizes.values()) <= max_bytes
+        for loser in {key[0] for key in lost} - {tenant}:
+            assert num_bytes(before, loser) >= num_bytes(sizes, tenant)
+            assert num_bytes(before, loser) * len(holders) > max_bytes
+
+
+def test_many_long_lived_sessions_of_one_tenant_cost_another_none() -> None:
+    books = SessionBooks(100 * RECORD_BYTES)
+    books.open(MINE, HEAD, 0.0)
+    greedy = SessionHead("m", "", b"x" * RECORD_BYTES, 86400.0)
+    for number in range(1000):
+        assert isinstance(books.open(("greedy", str(number)), greedy, 1.0), SessionFacts)
+    assert books.append(MINE, turn("a"), 2.0) is None
+    assert path(books, MINE, "a", 2.0) == ["a"]
+    assert isinstance(books.get(("greedy", "999"), 2.0), SessionFacts)
+
+
 @pytest.fixture
 def tree() -> SessionBooks:
     books = SessionBooks(1 << 20)
