@@ -361,7 +361,7 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """number of alternatives, 0 = chosen only"""
     repetition_penalty: _builtins.float
-    """above 0; 1 changes nothing"""
+    """0.01 to 10; 1 changes nothing"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property

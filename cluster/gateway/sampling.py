@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ripresa.cluster.gateway.output_format import OutputFormat, format_of, whole_grammar
 from ripresa.cluster.gateway.served_model import ServedModel, check_token_ids
 from ripresa.cluster.gateway.status import RequestError
@@ -26,6 +28,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 10.0
+"""Within these no logit, a float32, grows beyond what the sampler's float64 holds."""
 
 _SEEDS = 1 << 64
 
@@ -168,7 +173,10 @@ def check_ranges(asked: AskedSampling, name: Name) -> None:
     for penalty in ("presence_penalty", "frequency_penalty"):
         is_fine = -MAX_PENALTY <= getattr(asked, penalty) <= MAX_PENALTY
         require(penalty, is_fine, f"{-MAX_PENALTY} to {MAX_PENALTY}")
-    require("repetition_penalty", 0 < asked.repetition_penalty <= 10, "above 0 and at most 10")
+    lowest = float(np.float32(MIN_REPETITION_PENALTY))  # as a gRPC client's comes: a little less
+    is_fine = lowest <= asked.repetition_penalty <= MAX_REPETITION_PENALTY
+    words = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
+    require("repetition_penalty", is_fine, words)
     require("n", 1 <= asked.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
     require("seed", asked.seed is None or -_SEEDS < asked.seed < _SEEDS, "an integer of 64 bits")
     is_fine = asked.logprobs is None or 0 <= asked.logprobs <= MAX_LOGPROBS

@@ -287,6 +287,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a type": ({"temperature": "hot"}, "temperature", "invalid_request"),
     "a truth": ({"temperature": True}, "temperature", "invalid_request"),
     "a range": ({"temperature": -1}, "temperature", "invalid_request"),
+    "a denormal": (
+        {"extra_body": {"repetition_penalty": 1e-320}},
+        "repetition_penalty",
+        "invalid_request",
+    ),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs", "invalid_request"),
     "a bias": ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_request"),
     "nine choices": ({"n": 9}, "n", "invalid_request"),

@@ -61,7 +61,12 @@ REFUSED = {
     "NaN min_p": (sampling(min_p=float("nan")), "sampling.min_p", "nan"),
     "presence": (sampling(presence_penalty=3), "sampling.presence_penalty", "-2.0 to 2.0"),
     "frequency": (sampling(frequency_penalty=-2.5), "sampling.frequency_penalty", "-2.5"),
-    "repetition": (sampling(repetition_penalty=0), "sampling.repetition_penalty", "above 0"),
+    "repetition": (sampling(repetition_penalty=0), "sampling.repetition_penalty", "0.01 to 10"),
+    "denormal repetition": (
+        sampling(repetition_penalty=1e-45),
+        "sampling.repetition_penalty",
+        "0.01 to 10",
+    ),
     "min_tokens": (sampling(min_tokens=3, max_tokens=2), "sampling.min_tokens", "0 to max_tokens"),
     "empty stop": (sampling(stop=["x", ""]), "sampling.stop[1]", "1 to 256"),
     "many stops": (sampling(stop=["x"] * 17), "sampling.stop", "at most 16"),
@@ -190,6 +195,9 @@ ACCEPTED = {
         logprobs=20,
         stop=["x"] * 16,
         seed=2**64 - 1,
+    ),
+    "as little as a float32 says": sampling(
+        max_tokens=1, repetition_penalty=0.01, temperature=1e-45, top_p=1e-45, min_p=1e-45
     ),
     "all that fits": sampling(max_tokens=62),
     "longest prompt": tokens(*[40] * 63),
