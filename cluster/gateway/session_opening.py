@@ -32,7 +32,8 @@ class SessionOpening:
         """Compute it, and nothing of an answer that anybody hears of.
 
         Raises:
-            RipresaError: it is refused or failed.
+            RequestError: it is not admitted.
+            RipresaError: it failed.
         """
 
         def tell(asked: AskedChat, facts: StreamFacts) -> Silence:

@@ -40,7 +40,12 @@ class Head(Protocol):
     """The beginning of a conversation, which is fine."""
 
     async def prefetch(self) -> None:
-        """Compute it, so that the first turn finds it."""
+        """Compute it, so that the first turn finds it.
+
+        Raises:
+            RequestError: it is not admitted.
+            RipresaError: it failed.
+        """
 
 
 ReadHead = Callable[[pb.FullConversation, str, Call], Awaitable[Head]]
@@ -126,7 +131,8 @@ class Sessions:
         """Open a session and compute its head, or find the same one opened before.
 
         Raises:
-            RipresaError: INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED, UNAVAILABLE.
+            RipresaError: INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED, PERMISSION_DENIED,
+                UNAVAILABLE.
         """
         check_model(request.model, self._model, "model")
         check_name(request.session_id, "session_id")
@@ -145,14 +151,18 @@ class Sessions:
             conversation.SerializeToString(deterministic=True),
             self._ttl(request.idle_ttl if request.HasField("idle_ttl") else None),
         )
-        facts = await self._store.open((call.tenant, session_id), head)
-        if isinstance(facts, Refusal):
-            raise refused(facts, session_id)
-        if facts.head_turn is None:
+        key = (call.tenant, session_id)
+        known = await self._store.get(key)
+        if isinstance(known, Refusal) or known.head_turn is None:
             try:
                 await read.prefetch()
+            except RequestError:
+                raise  # Nothing is kept for whom nothing would be computed.
             except RipresaError as error:
                 log.warning("the head of a session was not computed ahead: %s", error)
+        facts = await self._store.open(key, head)
+        if isinstance(facts, Refusal):
+            raise refused(facts, session_id)
         return _session(session_id, facts)
 
     async def get(self, request: pb.GetSessionRequest, call: Call) -> pb.Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from chat_support import calls_block, encode_output
 from google.rpc import error_details_pb2
 from resumable_gateways import Gateways, Response, TestGateway, resumable_gateways
 
+from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.sessions import Sessions
@@ -213,6 +215,43 @@ async def test_another_tenant_has_other_sessions() -> None:
         request = pb.GetSessionRequest(session_id="mine")
         error = await refusal(service(gateway).get(request, stranger))
         assert error.reason == "SESSION_NOT_FOUND"
+
+
+LIMITS = {
+    "models": ("models: [another]", "TENANT_FORBIDDEN"),
+    "tokens": ("tokens_per_minute: 1", "TENANT_QUOTA"),
+    "running": ("max_running: 1", "TENANT_QUOTA"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_whoever_may_not_chat_opens_no_session(limit: str, tmp_path: Path) -> None:
+    setting, reason = LIMITS[limit]
+    file = tmp_path / "keys.yaml"
+    digest = key_digest("rk")
+    file.write_text(f"tenants: {{blue: {{keys: ['{digest}'], {setting}}}}}")
+    async with resumable_gateways(ANSWERS) as gateways:
+        gateway = gateways.another(KeyFile(file), "blue")
+        running = None
+        if limit == "tokens":
+            await service(gateway).open(opening("first"), Call("open", tenant="blue"))
+        elif limit == "running":
+            running = gateway.open(pb.GenerateRequest(text="a"))
+            await anext(running)
+        before, num_asked = (await gateways.store.stats()).num_sessions, len(gateways.asked)
+        error = await refusal(service(gateway).open(opening(), Call("open", tenant="blue")))
+        assert error.reason == reason
+        assert (await gateways.store.stats()).num_sessions == before
+        assert len(gateways.asked) == num_asked
+        if running is not None:
+            await running.aclose()
+
+
+async def test_a_head_that_fails_on_its_worker_is_opened_all_the_same() -> None:
+    async with resumable_gateways(ANSWERS, num_decoders=1) as gateways:
+        gateway = gateways.another()
+        await gateways.cluster.kill("d0")
+        assert (await opened(gateway)).session_id == "mine"
 
 
 async def test_an_answer_that_was_cut_is_no_turn() -> None:
