@@ -223,7 +223,9 @@ class PrefixIndex:
             self._forget_holder(admitted)
         for run in report.runs:
             self._apply(admitted, run)
-        self.counters.num_forgotten_blocks += self._memory.shrink()
+        forgotten = self._memory.shrink()
+        self.counters.num_forgotten_blocks += len(forgotten)
+        self._tell_forgotten(forgotten)
         self._memory.sweep(SWEPT_PER_REPORT)
         for request in report.ended:
             self._flight.release(request)
@@ -431,10 +433,20 @@ class PrefixIndex:
         """A block that its keeper has let go is kept by another one of its holders."""
         node.keepers &= ~session.bit
         mask = _mask(node.holdings, row.restarts)
-        if mask and not mask & node.keepers:
-            keeper = self._streams.by_bit(mask & -mask)
+        # Where there are several lineages, a keeper's bit may be another one's.
+        if mask and (not mask & node.keepers or len(node.holdings.chains) > 1):
+            likely = mask & node.keepers or mask
+            keeper = self._streams.by_bit(likely & -likely)
             keeper.copies.tell(BlockIdentity(node.hash, row.restarts), is_copied=False)
             node.keepers |= keeper.bit
+
+    def _tell_forgotten(self, nodes: Sequence[Node]) -> None:
+        """Nobody will say which of these blocks' holders is the last: none of them has a copy."""
+        for node in nodes:
+            for restarts, mask in node.holdings.chains:
+                if mask & mask - 1:
+                    for session in self._sessions_of(mask):
+                        session.copies.tell(BlockIdentity(node.hash, restarts), is_copied=False)
 
     def _expire(self, now: float) -> None:
         for session in self._streams.lapsed(now):

@@ -104,19 +104,21 @@ class PrefixMemory:
         while at is not None and not at.holdings.masks and not at.num_children:
             at = self._remove(at)
 
-    def shrink(self) -> int:
-        """Forget the longest unused ends of prefixes until the capacity is kept; how many."""
-        excess = len(self._nodes) - self._capacity_blocks
-        left = excess
+    def shrink(self) -> list[Node]:
+        """Forget the longest unused ends of prefixes until the capacity is kept; which ones."""
+        left = len(self._nodes) - self._capacity_blocks
+        forgotten = []
         while left > 0:
             # The largest gives until it is no larger than the next one.
             sizes = heapq.nlargest(2, (t.num_blocks for t in self._tenants.values()))
             account = max(self._tenants.values(), key=lambda tenant: tenant.num_blocks)
             surplus = sizes[0] - sizes[1] if len(sizes) > 1 else left
             for _ in range(min(left, max(1, surplus))):
-                self._remove(next(iter(account.leaves.values())))
+                node = next(iter(account.leaves.values()))
+                self._remove(node)
+                forgotten.append(node)
                 left -= 1
-        return max(0, excess)
+        return forgotten
 
     def _remove(self, node: Node) -> Node | None:
         """Forget a leaf; the block before it."""

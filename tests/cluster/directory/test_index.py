@@ -443,6 +443,27 @@ def test_when_the_keeper_lets_go_one_other_holder_keeps(index: PrefixIndex) -> N
     assert advice_of(workers[0]) is None
 
 
+def test_a_last_copy_is_one_whatever_else_its_holder_keeps(index: PrefixIndex) -> None:
+    first, later = Worker(index, "first"), Worker(index, "later")
+    later.hold(HASHES[:1], (0,))
+    later.hold(HASHES[:1])
+    first.hold(HASHES[:1])
+    assert advice_of(later) == CopyAdvice(copied=identities(HASHES[:1]))
+    first.send(*runs(HASHES[:1], is_held=False))
+    assert advice_of(later) == CopyAdvice(kept=identities(HASHES[:1]))
+
+
+def test_a_block_that_is_forgotten_is_nobodys_copy() -> None:
+    index = PrefixIndex(DirectorySettings(window=W, capacity_blocks=4), "d1")
+    first, later = Worker(index, "first"), Worker(index, "later")
+    first.hold(HASHES[:1])
+    later.hold(HASHES[:1])
+    assert advice_of(first) == CopyAdvice(copied=identities(HASHES[:1]))
+    later.hold(chain("other", 4))
+    assert index.num_copies(HASHES[:1], (), 0) == [0]
+    assert advice_of(first) == CopyAdvice(kept=identities(HASHES[:1]))
+
+
 def test_a_last_copy_goes_where_the_oldest_block_is_oldest(index: PrefixIndex) -> None:
     ages = {"a": 5.0, "b": 50.0, "c": 500.0}
     workers = {name: Worker(index, name) for name in ages}
