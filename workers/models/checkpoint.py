@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -143,16 +143,21 @@ class Checkpoint:
         self._advance(entry.num_bytes)
         return content
 
-    def read_head(self, name: str, num_bytes: int) -> bytes:
-        """The first bytes of a tensor as stored, all of them if it has no more.
+    def pieces(self, name: str, num_bytes: int, every: int) -> Iterator[bytes]:
+        """Pieces of a tensor as stored: one at each multiple of `every`, all of it if that is
+        `num_bytes`, and the tensor's last bytes.
 
         Raises:
             CheckpointError: missing or not readable.
         """
         entry = self.entry(name)
-        content = bytearray(min(num_bytes, entry.num_bytes))
-        self._shards[entry.file].read_into(entry, memoryview(content))
-        return bytes(content)
+        starts = list(range(0, entry.num_bytes, every))
+        if starts and starts[-1] + num_bytes < entry.num_bytes:
+            starts.append(entry.num_bytes - num_bytes)
+        for first in starts:
+            content = bytearray(min(num_bytes, entry.num_bytes - first))
+            self._shards[entry.file].read_into(entry, memoryview(content), first=first)
+            yield bytes(content)
 
     def open_rows(self, name: str, placement: EngramPlacement) -> RowStore:
         """The rows of a tensor, placed; they outlive the checkpoint's `close`.

@@ -110,10 +110,12 @@ class Shard:
         entry: TensorEntry,
         target: memoryview,
         advance: Callable[[int], None] | None = None,
+        first: int = 0,
     ) -> None:
-        """The first bytes of a tensor, as many as `target` takes.
+        """Bytes of a tensor, as many as `target` takes.
 
         Args:
+            first: the first one, from the tensor's beginning.
             advance: told of the bytes of each piece.
 
         Raises:
@@ -123,7 +125,7 @@ class Shard:
         while done < len(target):
             piece = target[done : done + _READ_BYTES]
             try:
-                count = os.preadv(self._file.fileno(), [piece], entry.start + done)
+                count = os.preadv(self._file.fileno(), [piece], entry.start + first + done)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot be read from {entry.file}: {error.strerror}", tensor=entry.name
