@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.routing.prompt import PromptRequest
-from ripresa.workers.errors import ErrorCode
+from ripresa.workers.errors import ErrorCode, InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Admission:
 
         Raises:
             RequestError: ALREADY_EXISTS, RESOURCE_EXHAUSTED, or PERMISSION_DENIED.
+            InvalidArgument: more choices than may ever run at once.
         """
         first, num_choices = prompts[0], len(prompts)
         self._check_room(first.request_id, num_choices)
@@ -88,6 +89,12 @@ class Admission:
                 "REQUEST_ID_IN_USE",
                 "a request with this id is running; use another id or none",
                 field="options.request_id",
+            )
+        if num_choices > self._max_running:
+            raise InvalidArgument(
+                "n",
+                f"asks for {num_choices} choices, and at most {self._max_running} may run at once "
+                "(gateway.max_running); ask for fewer",
             )
         if self.num_running + num_choices > self._max_running:
             raise RequestError(

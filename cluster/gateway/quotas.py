@@ -21,7 +21,7 @@ from ripresa.cluster.observability.metrics import (
     GatewayMetrics,
     TenantRefusal,
 )
-from ripresa.workers.errors import ErrorCode
+from ripresa.workers.errors import ErrorCode, InvalidArgument
 
 SECONDS = 60.0
 """A full account holds the tokens of so long a time."""
@@ -152,6 +152,12 @@ class _Account:
             )
         if limits.max_running is not None and self.num_running + num_choices > limits.max_running:
             self._refused(TenantRefusal.RUNNING)
+            if num_choices > limits.max_running:
+                raise InvalidArgument(
+                    "n",
+                    f"asks for {num_choices} choices, and at most {limits.max_running} of tenant "
+                    f"{self.name} may be under way at once (max_running); ask for fewer",
+                )
             raise self._exhausted(
                 f"{self.num_running} answers of tenant {self.name} are under way and "
                 f"{limits.max_running} may (max_running; each choice counts); try again when one "
@@ -208,6 +214,7 @@ class Quotas:
         Raises:
             RequestError: PERMISSION_DENIED (not his model, or he is no tenant any more), or
                 RESOURCE_EXHAUSTED (a quota).
+            InvalidArgument: more choices than he may ever have at once.
         """
         return self._account(tenant).admit(model, num_choices, num_prompt_tokens)
 

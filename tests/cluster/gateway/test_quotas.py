@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routed_turns import ask
 
+from ripresa.cluster.gateway.admission import Admission
 from ripresa.cluster.gateway.api_keys import Tenant, Tenants
 from ripresa.cluster.gateway.quotas import Quotas, TokenBucket
 from ripresa.cluster.gateway.status import RequestError
@@ -15,7 +17,7 @@ from ripresa.cluster.observability.metrics import (
     TENANT_TOKENS,
     GatewayMetrics,
 )
-from ripresa.workers.errors import ErrorCode
+from ripresa.workers.errors import ErrorCode, InvalidArgument
 
 
 class Clock:
@@ -101,6 +103,19 @@ def test_running_choices_count_until_they_end() -> None:
     accounts.admit("a", "m", 2, 5).close()
     second.close()
     assert metrics.gauge(TENANT_RUNNING).labels("a")._value.get() == 0
+
+
+def test_more_choices_than_may_ever_run_are_no_matter_of_time() -> None:
+    accounts, metrics, _ = quotas(max_running=2)
+    with pytest.raises(InvalidArgument, match="at most 2") as refused:
+        accounts.admit("a", "m", 3, 5)
+    assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
+    assert metrics.counter(TENANT_REFUSALS).labels("a", "running")._value.get() == 1
+    admission = Admission("m", 2, None)
+    with pytest.raises(InvalidArgument, match="gateway.max_running") as refused:
+        admission.admit([ask((1, 2), "r")] * 3, "")
+    assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
+    assert admission.num_running == 0
 
 
 def test_limits_change_while_requests_run() -> None:
