@@ -100,7 +100,7 @@ def _http() -> FastAPI:
         lines: list[str] = await gateway.explain_anywhere(request_id)
         return lines
 
-    return http_app(service, explain)
+    return http_app(service, explain, is_behind_serve=True)
 
 
 @serve.ingress(_http)

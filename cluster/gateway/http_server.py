@@ -31,17 +31,20 @@ log = logging.getLogger(__name__)
 def http_app(
     service: Callable[[], InferenceService],
     explain: Callable[[str], Awaitable[list[str]]] | None = None,
+    *,
+    is_behind_serve: bool = False,
 ) -> FastAPI:
     """The gateway's ASGI application; a failure is an OpenAI-shaped error body.
 
     Args:
         service: asked at each request, since a Serve replica makes it after the application.
         explain: how a request was placed, whichever gateway did; None asks this one alone.
+        is_behind_serve: Serve's proxy gives every request its id and every response its header.
     """
     app = FastAPI(
         title="ripresa", version=VERSION, docs_url=None, redoc_url=None, responses=errors()
     )
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, sets_header=not is_behind_serve)
     authentication = [authenticated(service)]
     for routes in (chat_routes, completion_routes, token_routes):
         app.include_router(routes(service), dependencies=authentication)
@@ -97,7 +100,10 @@ def http_app(
         request_id = request.state.request_id
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         text = f"unexpected failure; the gateway's log has it under request {request_id}"
-        return _failure(request, RipresaError(ErrorCode.INTERNAL, text))
+        answer = _failure(request, RipresaError(ErrorCode.INTERNAL, text))
+        if not is_behind_serve:
+            answer.headers[REQUEST_ID] = request_id  # this answer passes by `RequestIds`
+        return answer
 
     return app
 
@@ -110,17 +116,22 @@ def _failure(request: Request, error: RipresaError) -> JSONResponse:
         code, headers, body = anthropic_error(error, request_id)
     else:
         code, headers, body = http_error(error)
-    return JSONResponse(body, code, {REQUEST_ID: request_id, **headers})
+    return JSONResponse(body, code, headers)
 
 
 class RequestIds:
     """Gives every request an id, its client's if that is a good one, and every response its header.
 
+    Args:
+        sets_header: nobody in front does. Serve's proxy answers with the id that it sent on, which
+            is the request's own; only a client's bad id is another.
+
     No `BaseHTTPMiddleware`: that one keeps a client's disconnect from a streaming response.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, sets_header: bool) -> None:
         self._app = app
+        self._sets_header = sets_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,7 +148,7 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def with_id(message: ASGIMessage) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and self._sets_header:
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
