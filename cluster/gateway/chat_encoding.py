@@ -345,8 +345,7 @@ class Chunk:
         self._protocol = protocol
 
     def json(self) -> str:
-        text: str = self._chunk.to_json()
-        return text
+        return _with_true_usage(self._chunk.to_json())
 
     @property
     def event(self) -> str | None:
@@ -370,8 +369,26 @@ class WholeAnswer:
         self._response.accumulate(chunk.release())
 
     def json(self) -> str:
-        text: str = self._response.to_json()
+        return _with_true_usage(self._response.to_json())
+
+
+def _with_true_usage(text: str) -> str:
+    """An answer's JSON, whose reasoning has at most as many tokens as the whole.
+
+    The library counts them by encoding the text anew, which can need more than the model did.
+    """
+    if '"reasoning_tokens"' not in text:
         return text
+    body = json.loads(text)
+    usage = body.get("usage") or (body.get("response") or {}).get("usage") or {}
+    for total, details in (
+        ("completion_tokens", "completion_tokens_details"),
+        ("output_tokens", "output_tokens_details"),
+    ):
+        counted = usage.get(details) or {}
+        if "reasoning_tokens" in counted:
+            counted["reasoning_tokens"] = min(counted["reasoning_tokens"], usage[total])
+    return json.dumps(body, ensure_ascii=False)
 
 
 def _turns(conversation: recipe.Conversation) -> tuple[Turn, ...]:

@@ -97,6 +97,26 @@ def test_usage(ask: Ask, encoding: ChatEncoding) -> None:
     }
 
 
+@pytest.mark.parametrize("protocol", [Protocol.CHAT_COMPLETIONS, Protocol.RESPONSES])
+def test_no_more_reasoning_than_tokens(
+    encoding: ChatEncoding, demo: Tokenizer, protocol: Protocol
+) -> None:
+    """Noise, whose text takes more tokens when it is encoded anew."""
+    name = "input" if protocol is Protocol.RESPONSES else "messages"
+    count = "output_tokens" if protocol is Protocol.RESPONSES else "completion_tokens"
+    for seed in range(20):
+        noise = random.Random(seed).choices(range(demo.num_ids), k=30)
+        parser = encoding.parser(encoding.render({name: [USER]}, protocol), "id")
+        whole = encoding.whole(protocol, "id", 0)
+        told = []
+        for chunk in (*parser.begin(9, 0), *parser.feed(noise), *parser.finish(is_cut=True)):
+            told.append(json.loads(chunk.json()))
+            whole.add(chunk)
+        for answer in (told[-1].get("response", told[-1]), json.loads(whole.json())):
+            usage = answer["usage"]
+            assert 0 < usage[f"{count}_details"]["reasoning_tokens"] <= usage[count]
+
+
 def test_cut_in_an_argument(ask: Ask) -> None:
     text = f"x</think>{calls_block([('get_weather', [('city', 'true', 'Os')])])}"
     answer = ask(text[: text.index("Os") + 2], is_cut=True)
