@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
@@ -42,9 +42,14 @@ from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.cluster.gateway.stream_facts import StreamFacts
 from ripresa.cluster.gateway.told_stream import Teller
 from ripresa.cluster.routing.prompt import PromptRequest
-from ripresa.workers.errors import RipresaError
+from ripresa.workers.errors import InvalidArgument, RipresaError
 from ripresa.workers.request import Finished, FinishReason, TokenLogprobs, Tokens
 
+_REQUIRED: Mapping[Protocol, tuple[str, ...]] = {
+    Protocol.CHAT_COMPLETIONS: ("messages",),
+    Protocol.MESSAGES: ("messages", "max_tokens"),
+    Protocol.RESPONSES: (),
+}
 _ID_PREFIX = {
     Protocol.CHAT_COMPLETIONS: "chatcmpl-",
     Protocol.MESSAGES: "msg_",
@@ -176,7 +181,7 @@ _RESPONSE = ("id", "object", "created_at", "model", "status", "output", "usage")
 def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
     """`/v1/chat/completions`, `/v1/messages` and `/v1/responses`."""
     router = APIRouter()
-    required = ("messages",)
+    required = _REQUIRED[Protocol.CHAT_COMPLETIONS]
 
     @router.post(
         "/v1/chat/completions", **documented(CHAT_FIELDS, required, _COMPLETION, streams=True)
@@ -188,7 +193,7 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
     @router.post(
         "/v1/messages",
         **documented(
-            MESSAGES_FIELDS, (*required, "max_tokens"), _MESSAGE, streams=True, anthropic=True
+            MESSAGES_FIELDS, _REQUIRED[Protocol.MESSAGES], _MESSAGE, streams=True, anthropic=True
         ),
     )
     async def messages(request: Request) -> Response:
@@ -197,7 +202,7 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
 
     @router.post(
         "/v1/messages/count_tokens",
-        **documented(MESSAGES_FIELDS, required, ("input_tokens",), anthropic=True),
+        **documented(MESSAGES_FIELDS, ("messages",), ("input_tokens",), anthropic=True),
     )
     async def count_tokens(request: Request) -> Response:
         """Tokens of a Messages conversation."""
@@ -233,6 +238,9 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
 
     def read() -> _Asked:
         body = read_body(raw, FIELDS[protocol])
+        for name in _REQUIRED[protocol]:
+            if name not in body:
+                raise InvalidArgument(name, "is missing")
         check_model(body.get("model", ""), gateway.model, "model")
         options = options_of(body, request.headers.get("x-session-id"))
         conversation = conversation_of(body, protocol)

@@ -410,6 +410,16 @@ async def test_messages_names_the_content_it_does_not_serve(
     assert router.seen == []
 
 
+async def test_messages_need_a_length(raw: httpx.AsyncClient, router: InProcessRouter) -> None:
+    for fields in ({}, {"max_tokens": None}):
+        response = await raw.post("/v1/messages", json={"messages": OSLO, **fields})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "max_tokens: is missing"
+    counted = await raw.post("/v1/messages/count_tokens", json={"messages": OSLO})
+    assert counted.status_code == 200
+    assert router.seen == []
+
+
 async def test_other_refusals(
     client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, router: InProcessRouter
 ) -> None:
