@@ -86,10 +86,19 @@ async def test_a_cancel_ends_every_choice(stub: Any, router: Any, service: Any) 
 
 
 async def test_choices_count_as_requests(stub: Any, router: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(stub.Generate(ask(n=4)))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert router.seen == []
+    router.hold.clear()
+    running = stub.Generate(ask(n=2, max_tokens=5))
+    assert (await running.read()).HasField("started")
+    for n, code in (
+        (2, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (4, grpc.StatusCode.INVALID_ARGUMENT),  # more than may ever run
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub.Generate(ask(n=n)))
+        assert caught.value.code() is code
+    router.hold.set()
+    await collect(running)
+    assert len(router.seen) == 2
 
 
 @pytest.fixture

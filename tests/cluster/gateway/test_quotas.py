@@ -112,7 +112,7 @@ def test_more_choices_than_may_ever_run_are_no_matter_of_time() -> None:
     assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
     assert metrics.counter(TENANT_REFUSALS).labels("a", "running")._value.get() == 1
     admission = Admission("m", 2, None)
-    with pytest.raises(InvalidArgument, match="gateway.max_running") as refused:
+    with pytest.raises(InvalidArgument, match=r"gateway\.max_running") as refused:
         admission.admit([ask((1, 2), "r")] * 3, "")
     assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
     assert admission.num_running == 0
