@@ -20,7 +20,7 @@ from ripresa.cluster.directory.events import HotPrefix
 from ripresa.cluster.directory.index import DirectoryCounters
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.status import RequestError
-from ripresa.cluster.gateway.validation import tenant_salt
+from ripresa.cluster.gateway.validation import seconds_of, tenant_salt
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import tenant_digest
@@ -99,7 +99,7 @@ class AdminService:
         """Raises RipresaError: INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE (lost, or called off)."""
         grace_s = DEFAULT_GRACE_S
         if request.HasField("grace_period"):
-            grace_s = request.grace_period.ToNanoseconds() / 1e9
+            grace_s = seconds_of(request.grace_period, "grace_period")
         if not 0 <= grace_s <= MAX_GRACE_S:
             raise InvalidArgument("grace_period", f"must be 0 to {MAX_GRACE_S:.0f} seconds")
         await self._refresh()

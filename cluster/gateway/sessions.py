@@ -21,7 +21,7 @@ from ripresa.cluster.gateway.chat_messages import conversation_body
 from ripresa.cluster.gateway.said_turns import Said
 from ripresa.cluster.gateway.served_model import ServedModel, check_model
 from ripresa.cluster.gateway.status import RequestError
-from ripresa.cluster.gateway.validation import check_name, tenant_salt
+from ripresa.cluster.gateway.validation import check_name, seconds_of, tenant_salt
 from ripresa.cluster.sessions.books import (
     Key,
     Refusal,
@@ -259,7 +259,7 @@ class Sessions:
     def _ttl(self, asked: Duration | None) -> float:
         if asked is None:
             return self._idle_ttl_s
-        ttl_s = asked.ToNanoseconds() / 1e9
+        ttl_s = seconds_of(asked, "idle_ttl")
         if not 0 < ttl_s <= self._max_idle_ttl_s:
             raise InvalidArgument(
                 "idle_ttl",

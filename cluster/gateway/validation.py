@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from google.protobuf.duration_pb2 import Duration
+
 from ripresa.cluster.gateway.sampling import asked_by, check_sampling, choices_of
 from ripresa.cluster.gateway.served_model import (
     ServedModel,
@@ -216,7 +218,21 @@ def _read_expectation(options: pb.RequestOptions) -> float | None:
     """Seconds after the answer within which the client expects to go on; None if not told."""
     if not options.HasField("expect_next_within"):
         return None
-    return options.expect_next_within.seconds + options.expect_next_within.nanos / 1e9
+    return seconds_of(options.expect_next_within, "options.expect_next_within")
+
+
+def seconds_of(duration: Duration, field: str) -> float:
+    """A span of time that a client gave.
+
+    Raises:
+        InvalidArgument: it is no valid `google.protobuf.Duration`, which protobuf itself lets pass.
+    """
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(nanos) >= 10**9 or seconds * nanos < 0:
+        raise InvalidArgument(
+            field, "is no duration: `nanos` must have the sign of `seconds`, and be under a second"
+        )
+    return seconds + nanos / 1e9
 
 
 def check_queue_time(seconds: float, field: str) -> None:
@@ -229,7 +245,7 @@ def _read_queue_time(options: pb.RequestOptions, default: float) -> float:
     """Seconds for which the request may wait for room."""
     if not options.HasField("max_queue_time"):
         return default
-    return options.max_queue_time.seconds + options.max_queue_time.nanos / 1e9
+    return seconds_of(options.max_queue_time, "options.max_queue_time")
 
 
 def _read_tail(policy: pb.CachePolicy, default: TailVariant) -> TailVariant:

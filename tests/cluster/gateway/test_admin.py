@@ -187,6 +187,12 @@ REFUSED = {
         "INVALID_ARGUMENT",
         "grace_period",
     ),
+    "grace of two signs": (
+        "DrainWorker",
+        pb.DrainWorkerRequest(worker_id="d0", grace_period=Duration(seconds=1, nanos=-5)),
+        "INVALID_ARGUMENT",
+        "grace_period",
+    ),
     "long grace": (
         "DrainWorker",
         pb.DrainWorkerRequest(worker_id="d0", grace_period=Duration(seconds=1 << 35)),

@@ -111,6 +111,21 @@ REFUSED = {
         "options.max_queue_time",
         "0 to 3600 s",
     ),
+    "queue time of two signs": (
+        text(max_queue_time=Duration(seconds=1, nanos=-5)),
+        "options.max_queue_time",
+        "sign",
+    ),
+    "queue time of many nanos": (
+        text(max_queue_time=Duration(nanos=10**9)),
+        "options.max_queue_time",
+        "under a second",
+    ),
+    "expectation of two signs": (
+        text(expect_next_within=Duration(seconds=1, nanos=-5)),
+        "options.expect_next_within",
+        "sign",
+    ),
     "request id": (text(request_id="a\nb"), "options.request_id", "visible ASCII"),
     "request id in Greek": (text(request_id="λ"), "options.request_id", "visible ASCII"),
     "request id with a newline behind": (text(request_id="a\n"), "options.request_id", "visible"),

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from chat_support import calls_block, encode_output
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from resumable_gateways import Gateways, Response, TestGateway, resumable_gateways
 
@@ -205,6 +206,10 @@ async def test_refusals() -> None:
         with pytest.raises(RipresaError) as caught:
             await opened(gateway, wrong)
         assert caught.value.field == "preamble[0].role"
+        for ttl in (Duration(), Duration(seconds=86401), Duration(seconds=1, nanos=-5)):
+            with pytest.raises(RipresaError) as caught:
+                await opened(gateway, opening("other", idle_ttl=ttl))
+            assert caught.value.field == "idle_ttl"
 
 
 async def test_another_tenant_has_other_sessions() -> None:
