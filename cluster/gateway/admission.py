@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.quotas import Meter, Quotas
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.routing.prompt import PromptRequest
@@ -49,7 +50,7 @@ class Admission:
         """Choices of running requests."""
         return sum(self._running.values())
 
-    def admit(self, prompts: Sequence[PromptRequest], tenant: str) -> Admitted:
+    def admit(self, prompts: Sequence[PromptRequest], call: Call) -> Admitted:
         """Let a new request run.
 
         Args:
@@ -60,11 +61,18 @@ class Admission:
             InvalidArgument: more choices than may ever run at once.
         """
         first, num_choices = prompts[0], len(prompts)
-        self._check_room(first.request_id, num_choices)
+        if first.request_id in self._running:
+            raise RequestError(
+                ErrorCode.ALREADY_EXISTS,
+                "REQUEST_ID_IN_USE",
+                "a request with this id is running; use another id or none",
+                field=call.id_field,
+            )
+        self._check_room(num_choices)
         meter = None
         if self._quotas is not None:
             num_tokens = len(first.token_ids)
-            meter = self._quotas.admit(tenant, self._model, num_choices, num_tokens)
+            meter = self._quotas.admit(call.tenant, self._model, num_choices, num_tokens)
         return self._enter(first.request_id, num_choices, meter)
 
     def resume(self, num_choices: int, tenant: str) -> Admitted:
@@ -74,7 +82,7 @@ class Admission:
             RequestError: RESOURCE_EXHAUSTED, or PERMISSION_DENIED.
         """
         name = f"resumed {uuid.uuid4().hex}"
-        self._check_room(name, num_choices)
+        self._check_room(num_choices)
         meter = None if self._quotas is None else self._quotas.resume(tenant, num_choices)
         return self._enter(name, num_choices, meter)
 
@@ -82,14 +90,7 @@ class Admission:
         self._running[name] = num_choices
         return Admitted(meter, lambda: self._running.pop(name))
 
-    def _check_room(self, request_id: str, num_choices: int) -> None:
-        if request_id in self._running:
-            raise RequestError(
-                ErrorCode.ALREADY_EXISTS,
-                "REQUEST_ID_IN_USE",
-                "a request with this id is running; use another id or none",
-                field="options.request_id",
-            )
+    def _check_room(self, num_choices: int) -> None:
         if num_choices > self._max_running:
             raise InvalidArgument(
                 "n",

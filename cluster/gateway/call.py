@@ -15,11 +15,13 @@ class Call:
         request_id: the client's, or one that the server made.
         deadline: seconds since the epoch; None for none.
         tenant: whose it is; empty where there are no tenants.
+        id_field: where in the call a client names it, for refusals.
     """
 
     request_id: str
     deadline: float | None = None
     tenant: str = ""
+    id_field: str = "options.request_id"
 
     @property
     def scoped_id(self) -> str:

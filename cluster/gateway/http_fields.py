@@ -12,7 +12,7 @@ from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.http_parts import check_kinds
-from ripresa.cluster.gateway.sampling import AskedSampling
+from ripresa.cluster.gateway.sampling import MAX_STOP_CHARS, AskedSampling
 from ripresa.cluster.gateway.validation import check_expectation, check_name, check_queue_time
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
@@ -190,8 +190,13 @@ def conversation_of(body: Json, protocol: Protocol) -> Json:
 
 
 def sampling_of(body: Json) -> AskedSampling:
-    """The sampling parameters of a body of any protocol; their types have been checked."""
-    stop = body.get("stop") or body.get("stop_sequences") or []
+    """The sampling parameters of a body of any protocol; their types have been checked.
+
+    Raises InvalidArgument, naming the field.
+    """
+    stop: Any = body.get("stop", body.get("stop_sequences", []))
+    if stop == "":
+        raise InvalidArgument("stop", f"must have 1 to {MAX_STOP_CHARS} characters")
     seed = body.get("seed")
     return AskedSampling(
         max_tokens=_max_tokens(body),

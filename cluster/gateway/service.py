@@ -416,7 +416,7 @@ class InferenceService:
             if origin is not None:
                 tickets = origin(asked, start_time).tickets()
                 prompts = tuple(map(_kept_under, prompts, tickets))
-            admitted = self._admission.admit(prompts, call.tenant)
+            admitted = self._admission.admit(prompts, call)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise

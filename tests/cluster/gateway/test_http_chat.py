@@ -297,6 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "nine choices": ({"n": 9}, "n", "invalid_request"),
     "two lengths": ({"max_completion_tokens": 3}, "max_completion_tokens", "invalid_request"),
     "an empty stop": ({"stop": ["a", ""]}, "stop[1]", "invalid_request"),
+    "no stop": ({"stop": ""}, "stop", "invalid_request"),
     "a choice": ({"tool_choice": "never"}, "tool_choice", "invalid_request"),
     "too many tokens": ({"max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
     "a long text": (
@@ -477,6 +478,20 @@ async def test_a_client_that_goes_away_ends_the_work(
         await asyncio.gather(post, return_exceptions=True)
     await asyncio.wait_for(router.all_closed.wait(), 10)
     router.hold.set()
+
+
+async def test_an_id_in_use_is_named_by_its_header(
+    raw: httpx.AsyncClient, router: InProcessRouter, scripted: list[int]
+) -> None:
+    router.hold.clear()
+    named: Any = {"json": ask(), "headers": {"x-request-id": "mine"}}
+    first = asyncio.create_task(raw.post("/v1/chat/completions", **named))
+    await asyncio.wait_for(router.opened.wait(), 10)
+    second = await raw.post("/v1/chat/completions", **named)
+    router.hold.set()
+    assert second.status_code == 409
+    assert second.json()["error"]["param"] == "x-request-id"
+    assert (await first).status_code == 200
 
 
 async def test_request_ids(raw: httpx.AsyncClient, router: InProcessRouter) -> None:
