@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ripresa.cluster.worker_registry import SessionMoves, WorkerList, WorkerRegistry
+from ripresa.workers.address import WorkerKind
 from ripresa.workers.report import SessionMove, WorkerReport
 
 
@@ -25,6 +26,15 @@ class Controller:
 
     async def workers(self) -> WorkerList:
         return self._registry.workers(time.monotonic())
+
+    async def has_ready_decoder(self, besides: str) -> bool:
+        """Whether another decode worker than `besides` takes requests."""
+        return any(
+            report.kind is WorkerKind.DECODE
+            and report.worker_id != besides
+            and not report.is_leaving
+            for report in self._registry.workers(time.monotonic()).workers
+        )
 
     async def sessions_moved(self, moves: Sequence[SessionMove]) -> None:
         """A worker that leaves has given these sessions away."""

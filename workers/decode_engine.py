@@ -13,7 +13,7 @@ import torch
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKeepers, Room
 from ripresa.workers.config import EngineConfig
-from ripresa.workers.departure import Adopt, Departure, Tell
+from ripresa.workers.departure import Adopt, Departure, HasOther, Tell
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
@@ -176,10 +176,15 @@ class DecodeEngine:
         self._core.end_session(tenant_salt, session_id)
 
     def departure(
-        self, own: WorkerAddress, adopt: Adopt, tell: Tell, on_change: Callable[[], None]
+        self,
+        own: WorkerAddress,
+        adopt: Adopt,
+        tell: Tell,
+        has_other: HasOther,
+        on_change: Callable[[], None],
     ) -> Departure:
         """The engine's way out; see `Departure`."""
-        return Departure(self._core, own, adopt, tell, on_change)
+        return Departure(self._core, own, adopt, tell, has_other, on_change)
 
     async def adopt(self, request: GenerationRequest) -> bool:
         """See `EngineCore.adopt`."""

@@ -4,6 +4,8 @@
       ▲                    │          └ sessions with their blocks, and last copies, go elsewhere
       └────── stay ────────┴──────────────────────────────────────────────────────────────┘
 
+Streams that no other worker could take stay until one is ready, or they have ended.
+
 A session moves as if its next turn had come elsewhere: the receiver pulls state and blocks from
 here. This worker keeps its copies, so a drained worker still answers pulls until it ends.
 """
@@ -11,6 +13,7 @@ here. This worker keeps its copies, so a drained worker still answers pulls unti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,9 @@ NUM_MOVES_AT_ONCE = 4
 MOVE_TIMEOUT_S = 60.0
 """Longest wait for one session's move; its pulls have shorter times of their own."""
 PROGRESS_INTERVAL_S = 0.25
+ASK_TIMEOUT_S = 5.0
+ASK_INTERVAL_S = 1.0
+"""Between two questions whether another worker is ready: longer than gateways take to see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class DrainOrder:
     """How a worker is to leave.
 
     Attributes:
-        grace_s: how long its streams may go on here.
+        grace_s: how long its streams may go on here while others could take them.
         receivers: who may take its sessions; empty to give none away.
         gives_blocks: its last copies go to workers that have room for them.
     """
@@ -108,6 +114,11 @@ Whether the session can go on there. Raises RipresaError: the worker is gone, or
 """
 Tell = Callable[[Sequence[SessionMove]], Awaitable[None]]
 """Tells gateways, by whatever way, where sessions are now. Raises RipresaError if it cannot."""
+HasOther = Callable[[], Awaitable[bool]]
+"""Whether another decode worker takes requests, so that those that fail here go on there.
+
+Raises RipresaError if nobody knows.
+"""
 
 
 class Departure:
@@ -118,6 +129,7 @@ class Departure:
         own: this worker.
         adopt: how another worker is asked to take a session.
         tell: hears of the moves.
+        has_other: whether somebody could go on with its requests.
         on_change: called when the state has changed.
     """
 
@@ -127,6 +139,7 @@ class Departure:
         own: WorkerAddress,
         adopt: Adopt,
         tell: Tell,
+        has_other: HasOther,
         on_change: Callable[[], None],
     ) -> None:
         self._on_change = on_change
@@ -134,6 +147,7 @@ class Departure:
         self._own = own
         self._adopt = adopt
         self._tell = tell
+        self._has_other = has_other
         self._task: asyncio.Task[None] | None = None
         self._order: DrainOrder | None = None
         self._state = WorkerState.READY
@@ -211,11 +225,7 @@ class Departure:
                 await self._give_away(order.receivers)
                 await self._engine.emptied()
         except TimeoutError:
-            logger.info("%d requests go on elsewhere", self._engine.num_requests)
-            self._engine.fail_all(
-                Unavailable("the worker is leaving; another one goes on with the request")
-            )
-            await self._engine.emptied()
+            await self._hand_on()
         # Those whose turns have ended meanwhile.
         await self._give_away(order.receivers)
         if order.gives_blocks:
@@ -224,6 +234,37 @@ class Departure:
             except RipresaError as error:
                 logger.warning("no blocks were given away: %s", error)
         self._move_to(WorkerState.DRAINED)
+
+    async def _hand_on(self) -> None:
+        """Fail what runs, so that it goes on elsewhere, as soon as somebody could take it."""
+        has_waited = False
+        while self._engine.num_requests:
+            is_there = await self._is_replaceable()
+            if is_there and not has_waited:
+                logger.info("%d requests go on elsewhere", self._engine.num_requests)
+                self._engine.fail_all(
+                    Unavailable("the worker is leaving; another one goes on with the request")
+                )
+                await self._engine.emptied()
+                return
+            if not is_there and not has_waited:
+                logger.warning(
+                    "%d requests go on here until they end, or another decode worker is ready",
+                    self._engine.num_requests,
+                )
+            # One that has just come is seen once more, so that gateways know it too.
+            has_waited = not is_there
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_INTERVAL_S):
+                    await self._engine.emptied()
+
+    async def _is_replaceable(self) -> bool:
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return await self._has_other()
+        except (RipresaError, TimeoutError) as error:
+            logger.warning("whether another worker is ready is not known: %s", error)
+            return False
 
     def _move_to(self, state: WorkerState) -> None:
         self._state = state

@@ -20,7 +20,7 @@ import torch
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKeepers, Room
 from ripresa.workers.config import EngineConfig
-from ripresa.workers.departure import Adopt, Departure, Tell
+from ripresa.workers.departure import Adopt, Departure, HasOther, Tell
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import num_row_sections
@@ -195,10 +195,15 @@ class EncoderEngine:
         return self._core.exchange
 
     def departure(
-        self, own: WorkerAddress, adopt: Adopt, tell: Tell, on_change: Callable[[], None]
+        self,
+        own: WorkerAddress,
+        adopt: Adopt,
+        tell: Tell,
+        has_other: HasOther,
+        on_change: Callable[[], None],
     ) -> Departure:
         """The engine's way out; see `Departure`. It parks no sessions."""
-        return Departure(self._core, own, adopt, tell, on_change)
+        return Departure(self._core, own, adopt, tell, has_other, on_change)
 
     async def flush(self, tenant: str | None) -> int:
         """See `EngineCore.flush`."""

@@ -16,7 +16,13 @@ from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
-from ripresa.workers.remote_worker import own_identity, report_to, require_target, tell_moves_to
+from ripresa.workers.remote_worker import (
+    ask_for_other,
+    own_identity,
+    report_to,
+    require_target,
+    tell_moves_to,
+)
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import GenerationRequest, WorkCounters
 from ripresa.workers.transfer.base import Accept, ControlMessage
@@ -70,7 +76,11 @@ class EncoderWorker:
             self._report, report_to(controller), settings.heartbeat_interval_s
         )
         self._departure = self._engine.departure(
-            own, others.adopt, tell_moves_to(controller), self._heartbeat.soon
+            own,
+            others.adopt,
+            tell_moves_to(controller),
+            ask_for_other(controller, self._worker_id),
+            self._heartbeat.soon,
         )
         await self._announcer.start()
         await self._engine.start()

@@ -104,6 +104,17 @@ def tell_moves_to(
     return tell
 
 
+def ask_for_other(controller: DeploymentHandle[Any], own_id: str) -> Callable[[], Awaitable[bool]]:
+    """Asks the controller whether another decode worker than this one takes requests."""
+
+    async def ask() -> bool:
+        async with failures("the controller"):
+            is_there: bool = await apart(controller.has_ready_decoder.remote, own_id)
+            return is_there
+
+    return ask
+
+
 def own_identity() -> tuple[str, str]:
     """This replica's worker id, new with every start of a process, and its node's id."""
     replica_id = serve.get_replica_context().replica_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ripresa.cluster.controller import Controller
 from ripresa.cluster.worker_registry import WorkerRegistry
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.report import WorkerReport, WorkerState
@@ -44,3 +45,18 @@ def test_a_list_is_complete_one_lease_after_the_start() -> None:
     registry.report(report("a"), now=10.0)
     assert not registry.workers(14.9).is_complete
     assert registry.workers(15.0).is_complete
+
+
+async def test_the_controller_knows_whether_another_decode_worker_is_ready() -> None:
+    controller = Controller(lease_s=60.0)
+    assert not await controller.has_ready_decoder("a")
+    for other in (
+        report("a"),
+        replace(report("e"), kind=WorkerKind.ENCODER),
+        replace(report("b"), state=WorkerState.DRAINING),
+    ):
+        await controller.report(other)
+        assert not await controller.has_ready_decoder("a")
+    await controller.report(report("b"))
+    assert await controller.has_ready_decoder("a")
+    assert await controller.has_ready_decoder("e")

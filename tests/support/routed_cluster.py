@@ -285,6 +285,7 @@ class RoutedCluster:
     ) -> None:
         self.directory = LocalDirectory()
         self.moves = SessionMoves()
+        self.sought = asyncio.Event()
         self.workers_by_id: dict[str, Worker] = {}
         self.dead: set[str] = set()
         self.busy: dict[str, int] = {}
@@ -354,7 +355,9 @@ class RoutedCluster:
             transfers.receive(engine.exchange, engine)
         publisher.advise(engine.advise)
         publisher.describe(engine.room)
-        departure = engine.departure(address, self._adopt, self._tell, lambda: None)
+        departure = engine.departure(
+            address, self._adopt, self._tell, partial(self._has_other, name), lambda: None
+        )
         streams = KeptStreams(engine) if isinstance(engine, DecodeEngine) else None
         self.workers_by_id[name] = Worker(
             address, machine, transfers, engine, publisher, departure, streams
@@ -364,6 +367,15 @@ class RoutedCluster:
         engine = self.worker(address.worker_id).engine
         assert isinstance(engine, DecodeEngine)
         return await engine.adopt(request)
+
+    async def _has_other(self, leaving: str) -> bool:
+        self.sought.set()
+        return any(
+            worker.kind is WorkerKind.DECODE
+            and worker.worker_id != leaving
+            and not worker.is_leaving
+            for worker in self.workers()
+        )
 
     async def _tell(self, moves: Sequence[SessionMove]) -> None:
         self.moves.note(moves)

@@ -163,6 +163,44 @@ async def test_after_the_grace_streams_go_on_elsewhere() -> None:
         assert len(events.tokens) == 30
 
 
+async def test_streams_that_nobody_could_take_end_where_they_are() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        await drain(cluster, "d1")
+        gate = StepGate(cluster.workers_by_id["d0"].machine, 4)
+        asked = ask(tokens_of(1, 20), "runs", max_tokens=30)
+        running = asyncio.create_task(cluster.ask(asked))
+        await gate.reached.wait()
+        draining = asyncio.create_task(drain(cluster, "d0", grace_s=0.0))
+        await cluster.sought.wait()
+        gate.open()
+        answered = await running
+        check_tokens(asked, answered)
+        assert len(answered.tokens) == 30
+        assert cluster.workers_by_id["d1"].engine.stats().num_decoder_rows == 0
+        told = await draining
+        assert told[0].num_running == 1
+        assert (told[-1].state, told[-1].num_running) == (WorkerState.DRAINED, 0)
+
+
+async def test_streams_that_nobody_could_take_go_on_once_somebody_can() -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        await drain(cluster, "d1")
+        # Held there: it ends elsewhere or not at all.
+        gate = StepGate(cluster.workers_by_id["d0"].machine, 4)
+        asked = ask(tokens_of(1, 20), "runs", max_tokens=30)
+        running = asyncio.create_task(cluster.ask(asked))
+        await gate.reached.wait()
+        draining = asyncio.create_task(drain(cluster, "d0", grace_s=0.0))
+        await cluster.sought.wait()
+        await cluster.workers_by_id["d1"].departure.stay()
+        answered = await running
+        check_tokens(asked, answered)
+        assert answered.placed.worker_id == "d0"
+        assert cluster.workers_by_id["d1"].engine.stats().num_decoder_rows > 0
+        gate.open()
+        assert (await draining)[-1].state is WorkerState.DRAINED
+
+
 async def test_a_worker_comes_back() -> None:
     async with routed_cluster(0, 2, config=WINDOWS) as cluster:
         last, tokens = await loop(cluster, 2, "s")
