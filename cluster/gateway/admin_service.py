@@ -179,6 +179,7 @@ class AdminService:
                 "WORKER_NOT_FOUND",
                 f"no such worker reports; there are: {known}",
                 field="worker_id",
+                resource=("worker", worker_id),
             )
         return found
 

@@ -104,4 +104,5 @@ class Admission:
                 f"{self.num_running} requests are running and {self._max_running} may "
                 "(gateway.max_running; each choice counts); try again",
                 retry_after_s=1.0,
+                quota_subject="gateway.max_running",
             )

@@ -92,6 +92,7 @@ class ResumedStreams:
                 "no such stream is kept; its tokens stay for a while after its end "
                 "(decoders.keep_streams_s), then send the request again",
                 field="stream_id",
+                resource=("stream", request.stream_id),
             )
         return resumed
 
@@ -159,4 +160,9 @@ class ResumedStreams:
 
 
 def _lost(message: str) -> RequestError:
-    return RequestError(ErrorCode.UNAVAILABLE, "WORKER_LOST", f"{message}; send the request again")
+    return RequestError(
+        ErrorCode.UNAVAILABLE,
+        "WORKER_LOST",
+        f"{message}; send the request again",
+        retry_after_s=1.0,
+    )

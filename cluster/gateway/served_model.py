@@ -43,6 +43,7 @@ def check_model(asked: str, model: ServedModel, field: str) -> None:
             "MODEL_NOT_FOUND",
             f"model {asked[:64]!r} is not served here; {model.name!r} is",
             field=field,
+            resource=("model", asked),
         )
 
 

@@ -1,7 +1,8 @@
 """How an error looks on the wire: one table from `ErrorCode` to gRPC and HTTP, and its details.
 
 Every error carries `google.rpc.ErrorInfo` (reason, domain "ripresa") and `RequestInfo`; a bad field
-adds `BadRequest`, an error that a retry may cure adds `RetryInfo`. No stack trace, no prompt text,
+adds `BadRequest`, what was not found `ResourceInfo` instead, what is full `QuotaFailure`, and an
+error that a retry may cure `RetryInfo`. No stack trace, no prompt text,
 and every text in it is cut to a bound.
 """
 
@@ -99,6 +100,10 @@ _REASONS: Mapping[type[RipresaError], str] = MappingProxyType(
 """Errors of other layers that say more than their code."""
 
 
+_QUOTAS: Mapping[ErrorCode, str] = MappingProxyType({ErrorCode.RESOURCE_EXHAUSTED: "workers"})
+"""Whose quota is used up where an error of another layer says that one is."""
+
+
 class RequestError(RipresaError):
     """An error that the gateway itself raises about a request, with a narrower reason.
 
@@ -107,7 +112,8 @@ class RequestError(RipresaError):
         metadata: `ErrorInfo.metadata`: at most `MAX_METADATA_ENTRIES` numbers that a client may
             act on.
         quota_subject: whose quota is used up; None where it is no quota.
-        resource: type and name of what was not found.
+        resource: type and name of what was not found; of the two details it is told rather than
+            `field`, which HTTP tells.
         precondition: whose state is not as the request needs it.
     """
 
@@ -147,22 +153,25 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
             info.metadata[shorten(key, 32)] = shorten(value, 32)
     request_info = error_details_pb2.RequestInfo(request_id=shorten(request_id, MAX_NAME_BYTES))
     details: list[Message] = [info, request_info]
-    if error.field is not None and error.code in _FIELD_CODES:
+    resource = error.resource if isinstance(error, RequestError) else None
+    if error.field is not None and error.code in _FIELD_CODES and resource is None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=shorten(error.field, MAX_NAME_BYTES), description=shorten(error.message)
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, RequestError) and error.quota_subject is not None:
+    subject = error.quota_subject if isinstance(error, RequestError) else _QUOTAS.get(error.code)
+    if subject is not None:
         quota = error_details_pb2.QuotaFailure.Violation(
-            subject=shorten(error.quota_subject, MAX_NAME_BYTES), description=shorten(error.message)
+            subject=shorten(subject, MAX_NAME_BYTES), description=shorten(error.message)
         )
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
-    if isinstance(error, RequestError) and error.resource is not None:
-        kind, name = error.resource
-        resource = error_details_pb2.ResourceInfo(
-            resource_type=kind, resource_name=shorten(name, MAX_NAME_BYTES)
+    if resource is not None:
+        kind, name = resource
+        details.append(
+            error_details_pb2.ResourceInfo(
+                resource_type=kind, resource_name=shorten(name, MAX_NAME_BYTES)
+            )
         )
-        details.append(resource)
     if isinstance(error, RequestError) and error.precondition is not None:
         failed = error_details_pb2.PreconditionFailure.Violation(
             type=error.reason,

@@ -286,6 +286,7 @@ async def test_gateway_and_worker_are_both_lost() -> None:
         with pytest.raises(RequestError, match="send the request again") as caught:
             await gateways.another().resume(started.started.stream_id, 1)
         assert (caught.value.code, caught.value.reason) == (ErrorCode.UNAVAILABLE, "WORKER_LOST")
+        assert caught.value.retry_after_s == 1.0
 
 
 async def test_an_encoder_route_is_taken_over_in_its_prefill() -> None:
@@ -313,6 +314,7 @@ async def test_an_unknown_stream_is_not_found() -> None:
             ErrorCode.NOT_FOUND,
             "STREAM_NOT_FOUND",
         )
+        assert caught.value.resource == ("stream", "x.d0")
 
 
 async def test_a_retry_by_request_id_takes_the_place_of_an_abandoned_stream() -> None:

@@ -16,7 +16,14 @@ from ripresa.cluster.gateway.status import (
     http_error,
     to_rpc_status,
 )
-from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
+from ripresa.cluster.routing.waiting_line import QueueTimeout
+from ripresa.workers.errors import (
+    ErrorCode,
+    InvalidArgument,
+    ResourceExhausted,
+    RipresaError,
+    Unavailable,
+)
 
 
 @pytest.mark.parametrize("code", ErrorCode)
@@ -41,6 +48,29 @@ def test_retry_hint() -> None:
         "param": None,
         "code": "unavailable",
     }
+
+
+@pytest.mark.parametrize(
+    "error", [ResourceExhausted("every worker is full"), QueueTimeout("nobody left in time")]
+)
+def test_what_is_full_is_a_quota(error: ResourceExhausted) -> None:
+    quota, hint = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+    details = to_rpc_status(error, "r1").details
+    assert any(detail.Unpack(quota) for detail in details)
+    assert quota.violations[0].subject == "workers"
+    assert any(detail.Unpack(hint) for detail in details)
+
+
+def test_what_was_not_found_is_told_as_a_resource_and_over_http_by_its_field() -> None:
+    error = RequestError(
+        ErrorCode.NOT_FOUND, "MODEL_NOT_FOUND", "no", field="model", resource=("model", "gpt")
+    )
+    resource, bad = error_details_pb2.ResourceInfo(), error_details_pb2.BadRequest()
+    details = to_rpc_status(error, "r1").details
+    assert any(detail.Unpack(resource) for detail in details)
+    assert (resource.resource_type, resource.resource_name) == ("model", "gpt")
+    assert not any(detail.Unpack(bad) for detail in details)
+    assert http_error(error)[2]["error"]["param"] == "model"
 
 
 def test_a_long_message_is_cut() -> None:
