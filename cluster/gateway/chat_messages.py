@@ -6,14 +6,15 @@ One renderer serves every protocol, so a conversation takes the shape of the com
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json
 from ripresa.cluster.gateway.output_format import OutputFormat, format_of
 from ripresa.protos import ripresa_pb2 as pb
-from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.errors import InvalidArgument, RipresaError
 
 ROLES: Mapping[int, str] = MappingProxyType(
     {
@@ -89,6 +90,17 @@ def conversation_body(conversation: pb.FullConversation, field: str) -> Json:
                 raise InvalidArgument(f"{field}.config.thinking.budget", "must be 1 to 100")
             body["reasoning_effort"] = thinking.budget
     return body
+
+
+@contextmanager
+def messages_named(name: str) -> Iterator[None]:
+    """What is wrong with a body's `messages` is told of the part of the request they came from."""
+    try:
+        yield
+    except RipresaError as error:
+        if error.field == "messages":
+            error.field = name
+        raise
 
 
 def _message(message: pb.Message, field: str) -> Json:

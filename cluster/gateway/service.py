@@ -19,7 +19,7 @@ from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
 from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol, Turn
-from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body
+from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body, messages_named
 from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
@@ -252,7 +252,8 @@ class InferenceService:
             check_model(options.model, self.model, "options.model")
             asked = asked_by(asked_for.sampling)
             body, protocol = chat_body(asked_for), Protocol.CHAT_COMPLETIONS
-            return reader.read(body, protocol, options, asked, arrival, in_message)
+            with messages_named("full.messages" if turn is None else "turn.messages"):
+                return reader.read(body, protocol, options, asked, arrival, in_message)
 
         def origin(asked: AskedChat, start_time: float) -> StreamOrigin:
             turn = asked.open_turn
@@ -479,9 +480,10 @@ class InferenceService:
         def encode() -> tuple[str, Sequence[int]]:
             if conversation is not None:
                 body = conversation_body(conversation, "conversation")
-                prompt, token_ids = self.chat_reader().encode(
-                    body, Protocol.CHAT_COMPLETIONS, call.tenant, request.cache_salt
-                )
+                with messages_named("conversation.messages"):
+                    prompt, token_ids = self.chat_reader().encode(
+                        body, Protocol.CHAT_COMPLETIONS, call.tenant, request.cache_salt
+                    )
                 return prompt.text, token_ids
             check_text_fits(request.text, self.model, self.tokenizer, "text")
             return request.text, self.tokenizer.encode(request.text)

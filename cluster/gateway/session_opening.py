@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Never
 
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_encoding import Protocol
-from ripresa.cluster.gateway.chat_messages import conversation_body
+from ripresa.cluster.gateway.chat_messages import conversation_body, messages_named
 from ripresa.cluster.gateway.chat_prompt import AskedChat
 from ripresa.cluster.gateway.sampling import AskedSampling, in_message
 from ripresa.cluster.gateway.stream_facts import StreamFacts
@@ -64,7 +64,8 @@ async def read_head(
 
     def read() -> AskedChat:
         body, protocol = conversation_body(whole, "session"), Protocol.CHAT_COMPLETIONS
-        return reader.read(body, protocol, options, sampling, arrival, in_message)
+        with messages_named("preamble"):
+            return reader.read(body, protocol, options, sampling, arrival, in_message)
 
     return SessionOpening(service, await service.off_loop(read, call), call)
 

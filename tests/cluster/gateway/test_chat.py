@@ -317,9 +317,9 @@ ORPHAN = pb.Message(role=pb.ROLE_TOOL, tool_call_id="c", content="r")
 REFUSED = {
     "nothing": (pb.ChatRequest(), "conversation", "INVALID_REQUEST"),
     "a turn": (TURN, "turn", "INVALID_REQUEST"),
-    "no messages": (pb.ChatRequest(full=pb.FullConversation()), "messages", "TEMPLATE_ERROR"),
+    "no messages": (pb.ChatRequest(full=pb.FullConversation()), "full.messages", "TEMPLATE_ERROR"),
     "no role": (chat(pb.Message(content="x")), "full.messages[0].role", "INVALID_REQUEST"),
-    "an orphan": (chat(OSLO, ORPHAN), "messages", "TEMPLATE_ERROR"),
+    "an orphan": (chat(OSLO, ORPHAN), "full.messages", "TEMPLATE_ERROR"),
     "reasoning of a user": (
         chat(pb.Message(role=pb.ROLE_USER, reasoning_content="x")),
         "full.messages[0].reasoning_content",
@@ -368,7 +368,7 @@ REFUSED = {
     "a temperature": (chat(temperature=-1.0), "sampling.temperature", "INVALID_REQUEST"),
     "too long": (
         chat(pb.Message(role=pb.ROLE_USER, content="ab " * 9000)),
-        "messages",
+        "full.messages",
         "CONTEXT_LENGTH_EXCEEDED",
     ),
     "a queue time": (

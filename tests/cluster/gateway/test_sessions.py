@@ -206,6 +206,12 @@ async def test_refusals() -> None:
         with pytest.raises(RipresaError) as caught:
             await opened(gateway, wrong)
         assert caught.value.field == "preamble[0].role"
+        endless = "a word " * 4000
+        too_long = pb.Message(role=pb.ROLE_SYSTEM, content=endless)
+        error = await refusal(opened(gateway, opening("other", preamble=[too_long])))
+        assert (error.reason, error.field) == ("CONTEXT_LENGTH_EXCEEDED", "preamble")
+        error = await refusal(gateway.ask(turn("", user(endless))))
+        assert (error.reason, error.field) == ("CONTEXT_LENGTH_EXCEEDED", "turn.messages")
         for ttl in (Duration(), Duration(seconds=86401), Duration(seconds=1, nanos=-5)):
             with pytest.raises(RipresaError) as caught:
                 await opened(gateway, opening("other", idle_ttl=ttl))
