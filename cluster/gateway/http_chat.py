@@ -27,8 +27,8 @@ from ripresa.cluster.gateway.http_fields import (
     FIELDS,
     MESSAGES_FIELDS,
     RESPONSES_FIELDS,
-    as_it_is,
     conversation_of,
+    name_in,
     options_of,
     read_body,
     sampling_of,
@@ -244,7 +244,9 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
         check_model(body.get("model", ""), gateway.model, "model")
         options = options_of(body, request.headers.get("x-session-id"))
         conversation = conversation_of(body, protocol)
-        chat = reader.read(conversation, protocol, options, sampling_of(body), arrival, as_it_is)
+        chat = reader.read(
+            conversation, protocol, options, sampling_of(body), arrival, name_in(body)
+        )
         return _Asked(chat, body.get("stream", False), tells_usage(body))
 
     def tell(asked: _Asked, facts: StreamFacts) -> Teller[Message]:

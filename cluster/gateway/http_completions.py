@@ -14,7 +14,7 @@ from ripresa.cluster.gateway.http_body import body_of, call_of
 from ripresa.cluster.gateway.http_document import documented
 from ripresa.cluster.gateway.http_fields import (
     COMPLETION_FIELDS,
-    as_it_is,
+    name_in,
     options_of,
     read_body,
     sampling_of,
@@ -206,7 +206,7 @@ def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
             if body.get("best_of", asked.n) != asked.n:
                 raise InvalidArgument("best_of", "only best_of equal to n is supported")
             token_ids = _prompt(body, gateway)
-            sampling = check_sampling(asked, gateway.model, len(token_ids), as_it_is)
+            sampling = check_sampling(asked, gateway.model, len(token_ids), name_in(body))
             first = prompt_request(options, token_ids, sampling, arrival)
             prompts = choices_of(first, asked.n)
             return _Asked(prompts, asked.stop, body.get("stream", False), tells_usage(body))

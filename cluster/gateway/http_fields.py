@@ -12,7 +12,7 @@ from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.cluster.gateway.http_parts import check_kinds
-from ripresa.cluster.gateway.sampling import MAX_STOP_CHARS, AskedSampling
+from ripresa.cluster.gateway.sampling import MAX_STOP_CHARS, AskedSampling, Name
 from ripresa.cluster.gateway.validation import check_expectation, check_name, check_queue_time
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import InvalidArgument
@@ -159,6 +159,12 @@ _CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
     ),
 }
 
+_OWN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "stop": ("stop_sequences",),
+}
+"""What some protocols call a sampling parameter."""
+
 
 def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
     """A request's JSON object without its nulls.
@@ -250,9 +256,13 @@ def tells_usage(body: Json) -> bool:
     return asked
 
 
-def as_it_is(parameter: str) -> str:
-    """The path of a sampling parameter in an HTTP body."""
-    return parameter
+def name_in(body: Json) -> Name:
+    """How a body calls a sampling parameter."""
+
+    def name(parameter: str) -> str:
+        return next((own for own in _OWN_NAMES.get(parameter, ()) if own in body), parameter)
+
+    return name
 
 
 def object_schema(fields: Mapping[str, Schema], required: tuple[str, ...]) -> Json:
@@ -335,7 +345,7 @@ def _check_one_of(path: str, value: object, schemas: list[Schema]) -> None:
 
 
 def _max_tokens(body: Json) -> int | None:
-    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    names = ("max_tokens", *_OWN_NAMES["max_tokens"])
     given = {body[name] for name in names if name in body}
     if len(given) > 1:
         raise InvalidArgument("max_completion_tokens", "contradicts max_tokens; give one of them")

@@ -411,6 +411,23 @@ async def test_messages_names_the_content_it_does_not_serve(
     assert router.seen == []
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/messages", {"max_tokens": 5, "stop_sequences": [""]}, "stop_sequences[0]"),
+        ("/v1/responses", {"max_output_tokens": 100_000}, "max_output_tokens"),
+    ],
+)
+async def test_refusals_use_the_protocol_s_names(
+    raw: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    said = {"input": "hi"} if path == "/v1/responses" else {"messages": OSLO}
+    response = await raw.post(path, json={**said, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{param}: ")
+
+
 async def test_messages_need_a_length(raw: httpx.AsyncClient, router: InProcessRouter) -> None:
     for fields in ({}, {"max_tokens": None}):
         response = await raw.post("/v1/messages", json={"messages": OSLO, **fields})
