@@ -472,6 +472,10 @@ class RoutedCluster:
         for _ in range(2):
             for worker in living:
                 await worker.transfers.drain()
+        # A read that nobody waits for any more goes on to its end, and holds its blocks until then.
+        loop = asyncio.get_running_loop()
+        for worker in living:
+            await loop.run_in_executor(worker.engine._core._thread, int)
         for worker in living:
             worker.transfers.check_integrity()
             if worker.streams is not None:
