@@ -122,7 +122,7 @@ def test_a_session_s_state_moves_between_processes(
     handle = split.cluster.handle("DecodeWorker").options(stream=True)
 
     def run(request: GenerationRequest, worker_id: str) -> list[EngineEvent]:
-        return list(handle.generate.remote(request, True, worker_id=worker_id))
+        return list(handle.generate.remote(request, True, "a test", worker_id=worker_id))
 
     request = GenerationRequest(
         request_id="first turn",
