@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -12,7 +12,6 @@ from ray.serve.handle import DeploymentHandle
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.kept_streams import KeptPrompt, KeptStreams
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
@@ -25,13 +24,13 @@ from ripresa.workers.remote_worker import (
 )
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
-from ripresa.workers.transfer.base import Accept, ControlMessage
+from ripresa.workers.served_worker import ServedWorker
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
 from ripresa.workers.worker_transfers import WorkerTransfers
 
 
-class DecodeWorker:
+class DecodeWorker(ServedWorker[DecodeEngine]):
     """Streams tokens with the whole model, after its own prefill or a handed-over one.
 
     Args:
@@ -39,6 +38,8 @@ class DecodeWorker:
         controller: where reports go.
         announcer: makes what tells others of this worker's cache.
     """
+
+    _kind = WorkerKind.DECODE
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -49,7 +50,7 @@ class DecodeWorker:
         self._worker_id, self._node_id = own_identity()
         self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ALL)
-        own = WorkerAddress(self._worker_id, WorkerKind.DECODE)
+        own = WorkerAddress(self._worker_id, self._kind)
         others = RemotePeers()
         self._transfers = WorkerTransfers(
             own,
@@ -117,11 +118,6 @@ class DecodeWorker:
         require_target(self._worker_id, worker_id)
         self._streams.let_go(reader)
 
-    async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
-        """Take one message of a transfer."""
-        require_target(self._worker_id, worker_id)
-        return await self._transfers.deliver(message)
-
     async def abort(self, request_id: str, *, worker_id: str) -> bool:
         """End a request with CANCELLED; False if it does not run here."""
         require_target(self._worker_id, worker_id)
@@ -142,34 +138,10 @@ class DecodeWorker:
         require_target(self._worker_id, worker_id)
         return await self._engine.adopt(request)
 
-    async def drain(self, order: DrainOrder, *, worker_id: str) -> AsyncGenerator[DrainProgress]:
-        """See `Departure.drain`."""
-        require_target(self._worker_id, worker_id)
-        async with aclosing(self._departure.drain(order)) as told:
-            async for progress in told:
-                yield progress
-
-    async def stay(self, *, worker_id: str) -> None:
-        """See `Departure.stay`."""
-        require_target(self._worker_id, worker_id)
-        await self._departure.stay()
-
-    async def flush(self, tenant: str | None, *, worker_id: str) -> int:
-        """See `EngineCore.flush`."""
-        require_target(self._worker_id, worker_id)
-        return await self._engine.flush(tenant)
-
-    async def report(self, *, worker_id: str) -> WorkerReport:
-        """This worker's report, now."""
-        require_target(self._worker_id, worker_id)
-        return self._report()
-
     async def check_integrity(self, *, worker_id: str) -> None:
         """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
-        require_target(self._worker_id, worker_id)
-        self._engine.check_integrity()
+        await super().check_integrity(worker_id=worker_id)
         self._streams.check_integrity()
-        self._transfers.check_integrity()
 
     async def __del__(self) -> None:
         await self._departure.close()
@@ -180,19 +152,5 @@ class DecodeWorker:
         await self._transfers.close()
 
     def _report(self) -> WorkerReport:
-        layout = self._runner.layout
-        return WorkerReport(
-            worker_id=self._worker_id,
-            kind=WorkerKind.DECODE,
-            node_id=self._node_id,
-            pid=os.getpid(),
-            num_parameters=self._runner.weights.num_parameters,
-            stats=self._engine.stats(),
-            layout_digest=layout.digest,
-            state=self._departure.state,
-            capacity_tokens=self._runner.num_blocks * layout.window,
-            block_bytes=layout.block_bytes,
-            window_bytes=layout.window_bytes(layout.window, layout.split),
-            hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),
-            image_bytes=self._runner.image_bytes(layout.window - 1),
-        )
+        image_bytes = self._runner.image_bytes(self._runner.window - 1)
+        return replace(super()._report(), image_bytes=image_bytes)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
-from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -23,15 +19,15 @@ from ripresa.workers.remote_worker import (
     require_target,
     tell_moves_to,
 )
-from ripresa.workers.report import Heartbeat, WorkerReport
+from ripresa.workers.report import Heartbeat
 from ripresa.workers.request import GenerationRequest, WorkCounters
-from ripresa.workers.transfer.base import Accept, ControlMessage
+from ripresa.workers.served_worker import ServedWorker
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
 from ripresa.workers.worker_transfers import WorkerTransfers
 
 
-class EncoderWorker:
+class EncoderWorker(ServedWorker[EncoderEngine]):
     """Prefills prompts with the lower half of the model and hands their state over.
 
     Args:
@@ -40,6 +36,8 @@ class EncoderWorker:
         decoders: the decode workers that state is handed to.
         announcer: makes what tells others of this worker's cache.
     """
+
+    _kind = WorkerKind.ENCODER
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -51,7 +49,7 @@ class EncoderWorker:
         self._worker_id, self._node_id = own_identity()
         self._announcer = await announcer(self._worker_id)
         self._runner = await start_runner(settings, Half.ENCODER)
-        own = WorkerAddress(self._worker_id, WorkerKind.ENCODER)
+        own = WorkerAddress(self._worker_id, self._kind)
         others = RemotePeers({WorkerKind.DECODE: decoders})
         self._transfers = WorkerTransfers(
             own,
@@ -99,39 +97,6 @@ class EncoderWorker:
         require_target(self._worker_id, worker_id)
         self._calls.let_go(caller)
 
-    async def deliver(self, message: ControlMessage, *, worker_id: str) -> Accept | None:
-        """Take one message of a transfer."""
-        require_target(self._worker_id, worker_id)
-        return await self._transfers.deliver(message)
-
-    async def drain(self, order: DrainOrder, *, worker_id: str) -> AsyncGenerator[DrainProgress]:
-        """See `Departure.drain`."""
-        require_target(self._worker_id, worker_id)
-        async with aclosing(self._departure.drain(order)) as told:
-            async for progress in told:
-                yield progress
-
-    async def stay(self, *, worker_id: str) -> None:
-        """See `Departure.stay`."""
-        require_target(self._worker_id, worker_id)
-        await self._departure.stay()
-
-    async def flush(self, tenant: str | None, *, worker_id: str) -> int:
-        """See `EngineCore.flush`."""
-        require_target(self._worker_id, worker_id)
-        return await self._engine.flush(tenant)
-
-    async def report(self, *, worker_id: str) -> WorkerReport:
-        """This worker's report, now."""
-        require_target(self._worker_id, worker_id)
-        return self._report()
-
-    async def check_integrity(self, *, worker_id: str) -> None:
-        """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
-        require_target(self._worker_id, worker_id)
-        self._engine.check_integrity()
-        self._transfers.check_integrity()
-
     async def __del__(self) -> None:
         await self._departure.close()
         await self._heartbeat.stop()
@@ -139,20 +104,3 @@ class EncoderWorker:
         await self._calls.close()
         await self._engine.stop()
         await self._transfers.close()
-
-    def _report(self) -> WorkerReport:
-        layout = self._runner.layout
-        return WorkerReport(
-            worker_id=self._worker_id,
-            kind=WorkerKind.ENCODER,
-            node_id=self._node_id,
-            pid=os.getpid(),
-            num_parameters=self._runner.weights.num_parameters,
-            stats=self._engine.stats(),
-            layout_digest=layout.digest,
-            state=self._departure.state,
-            capacity_tokens=self._runner.num_blocks * layout.window,
-            block_bytes=layout.block_bytes,
-            window_bytes=layout.window_bytes(layout.window, layout.split),
-            hand_over_bytes=layout.state_bytes(2 * layout.window, layout.window, False),
-        )
