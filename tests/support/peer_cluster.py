@@ -242,7 +242,7 @@ async def peer_cluster(
     listener: Callable[[str], CacheListener | None] = lambda name: None,
     num_drafts: int = 0,
 ) -> AsyncIterator[PeerCluster]:
-    """A running cluster that must be idle at the end, and after 60 s at the latest."""
+    """A running cluster that must be idle at the end, and after 150 s at the latest."""
     cluster = PeerCluster(
         num_encoders,
         num_decoders,
@@ -255,7 +255,7 @@ async def peer_cluster(
         num_drafts,
     )
     await cluster.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         try:
             yield cluster
             await cluster.settle()

@@ -529,7 +529,7 @@ async def routed_cluster(
     settings: PlannerSettings | None = None,
     max_model_len: int = 512,
 ) -> AsyncIterator[RoutedCluster]:
-    """A running cluster that must be idle at the end, and after 60 s at the latest.
+    """A running cluster that must be idle at the end, and after 150 s at the latest.
 
     Without settings, encoders prefill every prompt where there are any, and nothing costs time to
     bring, so that plans do not depend on how busy the test's machine is.
@@ -539,7 +539,7 @@ async def routed_cluster(
     )
     cluster = RoutedCluster(num_encoders, num_decoders, config, num_blocks, settings, max_model_len)
     await cluster.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         try:
             yield cluster
             await cluster.settle()

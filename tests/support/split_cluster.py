@@ -237,10 +237,10 @@ async def split_cluster(
     lanes: LaneConfig | None = None,
     num_drafts: int = 0,
 ) -> AsyncIterator[SplitCluster]:
-    """A running cluster that must be idle at the end, and after 60 s at the latest."""
+    """A running cluster that must be idle at the end, and after 150 s at the latest."""
     cluster = SplitCluster(faults, config, num_blocks, lanes, num_drafts)
     await cluster.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         try:
             yield cluster
             await cluster.assert_idle()
@@ -252,11 +252,11 @@ async def split_cluster(
 async def local_engine(
     machine: HashMachine | None = None, config: EngineConfig = CONFIG
 ) -> AsyncIterator[tuple[DecodeEngine, HashMachine]]:
-    """A running decode worker that must be idle at the end, and after 60 s at the latest."""
+    """A running decode worker that must be idle at the end, and after 150 s at the latest."""
     machine = machine or HashMachine()
     engine = DecodeEngine("d0", machine, config)
     await engine.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         try:
             yield engine, machine
             assert_idle(engine, machine)

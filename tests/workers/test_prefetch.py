@@ -131,7 +131,7 @@ async def away(
     folder: Path, max_bytes: int = 1 << 20, *, has_room: bool = True
 ) -> AsyncIterator[Away]:
     session = Away(folder, max_bytes)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         await session.begin(has_room=has_room)
         try:
             yield session

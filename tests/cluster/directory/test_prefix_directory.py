@@ -116,7 +116,7 @@ async def test_claims_work_between_processes(actors: DirectoryActors) -> None:
         assert leader.flight == Lead(0, 6, SETTINGS.claim_s)
         publisher.lead("leader", HASHES)
         flight = None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while not isinstance(flight, Follow) or flight.worker is None:
                 answer = await client.lookup_or_claim(HASHES, "follower")
                 assert isinstance(answer, Answer)
