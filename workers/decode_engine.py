@@ -17,7 +17,7 @@ from ripresa.workers.departure import Adopt, Departure, HasOther, Tell
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
-from ripresa.workers.job import Job
+from ripresa.workers.job import Job, OnLogits
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
 from ripresa.workers.prefix_exchange import PrefixExchange
 from ripresa.workers.prefix_pulls import PeerAccess
@@ -125,7 +125,7 @@ class DecodeEngine:
         await self._core.stop()
 
     async def generate(
-        self, request: GenerationRequest, *, local: bool
+        self, request: GenerationRequest, *, local: bool, on_logits: OnLogits | None = None
     ) -> AsyncGenerator[EngineEvent, None]:
         """Stream a request: Reserved, PrefillDone, Tokens.., then Finished or Failed.
 
@@ -138,6 +138,8 @@ class DecodeEngine:
 
         Args:
             local: this worker prefills by itself; otherwise the request waits for a transfer.
+            on_logits: hears what each of the request's decoder rows foretells, those of the
+                prompt's tail included.
 
         Raises:
             RipresaError: before Reserved, see `EngineCore.admit`. Later failures are events.
@@ -145,7 +147,7 @@ class DecodeEngine:
         stream = _Stream()
         if request.sampling.constraint is not None or self._core.exchange.supply.asks(request):
             yield Bringing(self._worker_id)
-        job = await self._core.admit(request, stream, is_inbound=not local)
+        job = await self._core.admit(request, stream, is_inbound=not local, on_logits=on_logits)
         self._streams[job] = stream
         try:
             if local:

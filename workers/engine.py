@@ -50,7 +50,7 @@ from ripresa.workers.errors import (
     RipresaError,
     Unavailable,
 )
-from ripresa.workers.job import Job, Listener
+from ripresa.workers.job import Job, Listener, OnLogits
 from ripresa.workers.models.base import ModelRunner, StepOutput
 from ripresa.workers.prefetch import Prefetch
 from ripresa.workers.prefix_cache import PrefixCache, RequestPrefix
@@ -229,11 +229,19 @@ class EngineCore:
             await self._disk.close()
 
     async def admit(
-        self, request: GenerationRequest, listener: Listener, *, is_inbound: bool = False
+        self,
+        request: GenerationRequest,
+        listener: Listener,
+        *,
+        is_inbound: bool = False,
+        on_logits: OnLogits | None = None,
     ) -> Job:
         """Compile its constraint, bring and adopt what is cached, reserve the other pages.
 
         Nothing is computed before `begin`.
+
+        Args:
+            on_logits: hears what the request's decoder rows foretell.
 
         Raises:
             RipresaError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE (not running),
@@ -261,7 +269,7 @@ class EngineCore:
             except BaseException:
                 self._tails.give_back(tail_bytes)
                 raise
-        job = Job(sequence, prefix, listener, hold.outcome, tail_bytes, matcher)
+        job = Job(sequence, prefix, listener, hold.outcome, tail_bytes, matcher, on_logits)
         self._by_slot[job.sequence.pages.slot] = job
         self._by_id[request.request_id] = job
         if request.claim is not None and not is_inbound and prefix.hashes:
@@ -673,7 +681,7 @@ class EngineCore:
                 if plan is None:
                     await self._sleep()
                 else:
-                    await self._step(self._with_windows(plan))
+                    await self._step(self._with_outputs(plan))
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
@@ -715,14 +723,18 @@ class EngineCore:
                 self._runner.import_window(pages.slot, plan.passes[0].start, window)
             job.prefix.forget_preempted()
 
-    def _with_windows(self, plan: StepPlan) -> StepPlan:
-        """The plan with the windows that its rows should leave behind."""
+    def _with_outputs(self, plan: StepPlan) -> StepPlan:
+        """The plan with the windows that its rows should leave behind, and the logits."""
         steps = []
         for step in plan.sequences:
             job = self._by_slot[step.slot]
             rows = (step.encoder_start, step.encoder_stop)
             cut = job.prefix.windows_to_cut(job.sequence, *rows, self._window_period)
-            steps.append(replace(step, cut_windows=cut) if cut else step)
+            tells = job.on_logits is not None and step.num_decoder_rows > 0
+            is_changed = bool(cut) or tells
+            steps.append(
+                replace(step, cut_windows=cut, return_logits=tells) if is_changed else step
+            )
         return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
@@ -790,6 +802,8 @@ class EngineCore:
         if slot in output.logprobs:
             progress = replace(progress, logprobs=output.logprobs[slot])
         job = self._by_slot[slot]
+        if job.on_logits is not None and slot in output.logits:
+            job.on_logits(progress.step.decoder_start, output.logits[slot])
         self._publish(job)
         is_over = progress.finish is not None or (
             progress.is_prefill_done and self._role is WorkerRole.ENCODER

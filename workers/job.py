@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -16,6 +16,11 @@ from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.request import GenerationRequest
 from ripresa.workers.scheduling.scheduler import Progress
 from ripresa.workers.sequence import Sequence, SequenceStatus
+
+OnLogits = Callable[[int, torch.Tensor], None]
+"""Hears the logits of a request's decoder rows, as steps compute them: the first row's position,
+and [rows, vocab] float32. Row p foretells token p + 1. Called on the event loop; must not raise.
+What a preemption lost comes again."""
 
 
 class Listener(Protocol):
@@ -52,6 +57,7 @@ class Job:
         released: set once its pages are free.
         error: why it failed, if it did.
         matcher: follows the answer through its constraint; None without one.
+        on_logits: hears what each decoder row foretells; None if nobody asked.
         tail_bytes: set aside for its encoder output.
         is_prefilled: its prompt's state is complete on the worker that decodes.
         patience_until: engine clock in seconds until which a WAITING request may wait; None for
@@ -64,6 +70,7 @@ class Job:
         "is_prefilled",
         "listener",
         "matcher",
+        "on_logits",
         "outcome",
         "patience_until",
         "prefix",
@@ -80,6 +87,7 @@ class Job:
         outcome: PrefixOutcome,
         tail_bytes: int = 0,
         matcher: Matcher | None = None,
+        on_logits: OnLogits | None = None,
     ) -> None:
         self.sequence = sequence
         self.prefix = prefix
@@ -91,6 +99,7 @@ class Job:
         self.tail_bytes = tail_bytes
         self.is_prefilled = False
         self.matcher = matcher
+        self.on_logits = on_logits
         self._moved = asyncio.Event()
 
     def notify(self) -> None:

@@ -150,6 +150,8 @@ class GenerationRequest:
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
         stream: outlives its reader under this ticket; None for work that ends with its reader.
+        given: the answer, if it is known and only to be scored: these tokens come, `max_tokens` of
+            them, whatever `sampling` would choose, and none of them ends the stream.
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class GenerationRequest:
     max_chunk_rows: int | None = None
     expect_next_within_s: float | None = None
     stream: StreamTicket | None = None
+    given: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -134,6 +134,12 @@ def _choose(
             f"cannot sample position {position}: the largest logit is {logits[best]}; "
             "the weights or the computation are broken, check them with `ripresa verify golden`",
         )
+    if rules is not None and rules.given is not None:
+        if not 0 <= rules.given < len(logits):
+            raise InvalidArgument(
+                "given", f"token id {rules.given} is not in the vocabulary of {len(logits)}"
+            )
+        return rules.given
     values = logits.astype(np.float64)
     if params.logit_bias or params.banned_token_ids or rules is not None or mask is not None:
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked

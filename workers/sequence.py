@@ -103,7 +103,11 @@ class Sequence:
         self.sampling = request.sampling
         self.token_ids = list(request.token_ids)
         self.history = TokenHistory(
-            request.sampling, request.token_ids, request.num_prompt_tokens, eos_token_id
+            request.sampling,
+            request.token_ids,
+            request.num_prompt_tokens,
+            eos_token_id,
+            request.given,
         )
         self.position = 0
         self.committed = 0

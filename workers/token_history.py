@@ -21,11 +21,13 @@ class TokenRules:
         prompt_ids: distinct tokens of the prompt; empty without a repetition penalty.
         said: generated tokens and how often each was; empty without penalties.
         forbidden: tokens that must not come now.
+        given: the token that comes, whatever the model says; None lets it choose.
     """
 
     prompt_ids: tuple[int, ...] = ()
     said: tuple[tuple[int, int], ...] = ()
     forbidden: tuple[int, ...] = ()
+    given: int | None = None
 
 
 class TokenHistory:
@@ -35,6 +37,7 @@ class TokenHistory:
         token_ids: the prompt, and tokens that an earlier execution generated.
         num_prompt_tokens: how many of them are prompt.
         eos_token_id: the model's end of sentence; None for none.
+        given: the whole answer, if it is known; empty for one that is chosen.
 
     Attributes:
         constrained_from: how many generated tokens come before the first one that the constraint
@@ -43,6 +46,7 @@ class TokenHistory:
 
     __slots__ = (
         "_endings",
+        "_given",
         "_num_generated",
         "_params",
         "_prompt_ids",
@@ -56,8 +60,10 @@ class TokenHistory:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         eos_token_id: int | None,
+        given: tuple[int, ...] = (),
     ) -> None:
         self._params = params
+        self._given = given
         own = () if eos_token_id is None or params.ignore_eos else (eos_token_id,)
         self._endings = own + params.stop_token_ids
         self._num_generated = 0
@@ -85,6 +91,8 @@ class TokenHistory:
     def rules(self) -> TokenRules | None:
         """What holds for the next token; None if nothing does."""
         params = self._params
+        if self._given:
+            return TokenRules(given=self._given[self._num_generated])
         forbidden: tuple[int, ...] = ()
         if self._num_generated < params.min_tokens:
             forbidden = self._endings

@@ -136,7 +136,7 @@ def published_before_acknowledged(patcher: Patcher) -> None:
             job.sequence.committed = committed
         return original(core, plan)  # type: ignore[no-any-return]
 
-    patcher.wrap(EngineCore, "_with_windows", early)
+    patcher.wrap(EngineCore, "_with_outputs", early)
 
 
 @mutant

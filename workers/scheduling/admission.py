@@ -132,6 +132,14 @@ def _check_tokens(request: GenerationRequest, max_model_len: int) -> None:
         raise InvalidArgument(
             "sampling.max_tokens", f"{request.sampling.max_tokens} is below 1; ask for at least one"
         )
+    if request.given and len(request.given) != request.sampling.max_tokens:
+        raise InvalidArgument(
+            "given",
+            f"{len(request.given)} tokens are given and {request.sampling.max_tokens} asked for; "
+            "ask for as many as are given",
+        )
+    if request.given and request.sampling.constraint is not None:
+        raise InvalidArgument("given", "an answer that is given cannot be constrained as well")
     if request.num_tokens >= request.max_total_tokens:
         raise InvalidArgument(
             "sampling.max_tokens",

@@ -485,7 +485,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
         is_eos = token == self._limits.eos_token_id and not sampling.ignore_eos
-        if is_eos or token in sampling.stop_token_ids:
+        is_end = is_eos or token in sampling.stop_token_ids
+        if is_end and not sequence.request.given:
             return FinishReason.STOP
         if sequence.num_generated_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
