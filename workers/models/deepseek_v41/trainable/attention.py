@@ -24,7 +24,11 @@ def block_rows(window: int) -> int:
 
 
 def block_biases(
-    num_rows: int, window: int, chosen: list[Tensor] | None, dtype: torch.dtype
+    num_rows: int,
+    window: int,
+    chosen: list[Tensor] | None,
+    dtype: torch.dtype,
+    floors: Tensor | None = None,
 ) -> list[Tensor]:
     """The bias of each block of queries: [B or 1, rows, keys], as `attend` takes it.
 
@@ -33,6 +37,7 @@ def block_biases(
     Args:
         num_rows: of a sequence, a multiple of `window`.
         chosen: bool [B, rows, entries] of each block; None for layers without a pool.
+        floors: [B] int64; rows from there on see no window row below it. None for no such place.
     """
     size = block_rows(window)
     row = torch.arange(size)[:, None]
@@ -40,7 +45,11 @@ def block_biases(
     near = ((key <= row) & (key > row - window))[None]
     biases = []
     for block in range(num_rows // size):
-        seen = near[..., max(window - block * size, 0) :]
+        seen = near
+        if floors is not None:
+            floor = (floors - block * size)[:, None, None]
+            seen = near & ((row < floor) | (key >= floor))
+        seen = seen[..., max(window - block * size, 0) :]
         if chosen is not None:
             entries = chosen[block]
             seen = torch.cat((seen.expand(len(entries), -1, -1), entries), -1)

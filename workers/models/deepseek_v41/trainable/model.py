@@ -18,6 +18,7 @@ from ripresa.workers.models.deepseek_v41.config import LayerRole, ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids, engram_hashes, ngrams_of
 from ripresa.workers.models.deepseek_v41.trainable import ops
 from ripresa.workers.models.deepseek_v41.trainable.attention import attend, block_biases, block_rows
+from ripresa.workers.models.deepseek_v41.trainable.cuts import Cuts
 from ripresa.workers.models.deepseek_v41.trainable.selection import (
     Selection,
     choose,
@@ -45,6 +46,8 @@ class Pass:
         batch, length: of the sequences.
         window_phases, pool_phases: complex64 [T, rope / 2].
         dense: every visible entry is read, whatever the indexer says.
+        cuts: where windows begin anew, and up to where pools are known.
+        known: by Full layer, the pools of an uncut forward of the sequences of `cuts.cached`.
         pools: by Full layer.
         selections: by index source.
         biases: of the latest selection; for layers without a pool `window_biases`.
@@ -58,6 +61,8 @@ class Pass:
     pool_phases: Tensor
     dense: bool
     window_biases: list[Tensor]
+    cuts: Cuts | None
+    known: Mapping[int, Pool]
     biases: list[Tensor] = field(default_factory=list)
     pools: dict[int, Pool] = field(default_factory=dict)
     selections: dict[int, Selection] = field(default_factory=dict)
@@ -120,16 +125,59 @@ class TrainableModel:
             scaling.original_max_position_embeddings,
         )
 
-    def forward(self, token_ids: Tensor, dense: bool = False) -> Output:
+    def forward(self, token_ids: Tensor, dense: bool = False, cuts: Cuts | None = None) -> Output:
         """Every row of some sequences, all of which begin at position 0.
 
         Args:
             token_ids: [B, T] int64; T is a multiple of the window.
             dense: read every visible entry, so that attention is not limited to a selection.
+            cuts: where workers would have begun to compute; the rows before are as without. Costs
+                a second forward of the encoder half, without gradients, up to the last boundary.
 
         Raises:
-            ValueError: T is no such multiple.
+            ValueError: T is no such multiple, or `cuts` are none of such sequences.
         """
+        known: Mapping[int, Pool] = {}
+        if cuts is not None:
+            cuts.check(*token_ids.shape)
+            if len(cuts.cached):
+                stop = int(cuts.boundary.max())
+                stop += -stop % self.config.sliding_window
+                known = self.pools(token_ids[cuts.cached, :stop], dense)
+        c = self.config
+        state, streams, pre = self._through(c.num_hidden_layers, token_ids, dense, cuts, known)
+        hidden = ops.rms_norm(
+            ops.collapse(streams, pre), self._parameters["norm.weight"], c.rms_norm_eps
+        )
+        losses = [selection.loss() for selection in state.selections.values()]
+        return Output(
+            hidden.view(*token_ids.shape, -1),
+            torch.stack(losses).mean() if losses else hidden.new_zeros(()),
+            state.selections,
+            torch.stack(state.counts),
+        )
+
+    @torch.no_grad()
+    def pools(self, token_ids: Tensor, dense: bool = False) -> Mapping[int, Pool]:
+        """What a cache would hold of some sequences, by Full layer; the encoder half's work.
+
+        Args, Raises: as `forward`.
+        """
+        c = self.config
+        state, streams, pre = self._through(c.split, token_ids, dense, None, {})
+        weights = _Layer(self._parameters, c.split)
+        x, *_ = self._read(streams, pre, weights, "attn")
+        return state.pools | {c.split: self._compress(c.split, weights, x, state)}
+
+    def _through(
+        self,
+        num_layers: int,
+        token_ids: Tensor,
+        dense: bool,
+        cuts: Cuts | None,
+        known: Mapping[int, Pool],
+    ) -> tuple[Pass, Tensor, Tensor]:
+        """The first layers: what they share, and the streams and pre-mix behind them."""
         c = self.config
         batch, length = token_ids.shape
         if length % c.sliding_window:
@@ -138,28 +186,22 @@ class TrainableModel:
         embedded = F.embedding(token_ids.flatten(), self._parameters["embed.weight"])
         streams = embedded[:, None].expand(-1, c.hc_mult, -1).contiguous()
         pre = F.one_hot(torch.zeros(len(streams), dtype=torch.int64), c.hc_mult).to(streams.dtype)
+        floors = None if cuts is None else cuts.floors(in_encoder=True)
         state = Pass(
             batch,
             length,
             kernels.rope_phases(positions, self._window_frequencies),
             kernels.rope_phases(positions, self._pool_frequencies),
             dense,
-            block_biases(length, c.sliding_window, None, self._dtype),
+            block_biases(length, c.sliding_window, None, self._dtype, floors),
+            cuts,
+            known,
         )
-        for layer in range(c.num_hidden_layers):
+        for layer in range(num_layers):
             if layer in c.engram.layer_ids:
                 streams = self._inject(layer, streams, token_ids)
             streams, pre = self._layer(layer, streams, pre, state)
-        hidden = ops.rms_norm(
-            ops.collapse(streams, pre), self._parameters["norm.weight"], c.rms_norm_eps
-        )
-        losses = [selection.loss() for selection in state.selections.values()]
-        return Output(
-            hidden.view(batch, length, -1),
-            torch.stack(losses).mean() if losses else hidden.new_zeros(()),
-            state.selections,
-            torch.stack(state.counts),
-        )
+        return state, streams, pre
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., vocab]."""
@@ -248,10 +290,13 @@ class TrainableModel:
         # The indexer learns from its own loss, and nothing before it does.
         keys = F.linear(latent.detach(), weights["attn.indexer.wk.weight"])
         keys = ops.rms_norm(keys, weights["attn.indexer.k_norm.weight"], c.rms_norm_eps)
-        return Pool(
-            self._cached(ops.rotate(latent, phases), self._entry_grid),
-            self._cached(ops.rotate(keys, phases), self._index_grid),
-        )
+        entries = self._cached(ops.rotate(latent, phases), self._entry_grid)
+        keys = self._cached(ops.rotate(keys, phases), self._index_grid)
+        if state.cuts is not None and state.known:
+            known = state.known[layer]
+            entries = state.cuts.with_cached(entries, known.entries, ratio)
+            keys = state.cuts.with_cached(keys, known.keys, ratio)
+        return Pool(entries, keys)
 
     def _select(self, layer: int, weights: _Layer, x: Tensor, latent: Tensor, state: Pass) -> None:
         """Score the pool's entries and choose; layer E also chooses its candidate blocks."""
@@ -287,7 +332,8 @@ class TrainableModel:
         if layer == c.split:
             state.candidates = candidates
         state.selections[layer] = Selection(scores, chosen, state.dense)
-        state.biases = block_biases(state.length, c.sliding_window, chosen, self._dtype)
+        floors = None if state.cuts is None else state.cuts.floors(layer < c.split)
+        state.biases = block_biases(state.length, c.sliding_window, chosen, self._dtype, floors)
 
     def _experts(self, weights: _Layer, x: Tensor, state: Pass) -> Tensor:
         c = self.config
