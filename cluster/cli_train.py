@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ripresa.cluster.progress import progress
+from ripresa.cluster.progress import MAX_PAUSE_S, progress
+
+if TYPE_CHECKING:
+    from ripresa.cluster.training.cells import Cell, Way
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_existing_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def _with_extent(command: F) -> F:
+    """The options of every training: where, of what, how long, and on how many cores."""
+    options = (
+        click.option(
+            "--folder",
+            required=True,
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where state, log and checkpoint are; a training that was begun there goes on.",
+        ),
+        click.option(
+            "--size", type=click.Choice(["tiny", "demo"]), default="demo", show_default=True
+        ),
+        click.option(
+            "--minutes", type=click.FloatRange(min=0, min_open=True), help="About how long."
+        ),
+        click.option(
+            "--tokens", type=click.IntRange(min=1), help="How many tokens, instead of how long."
+        ),
+        click.option("--seed", type=click.IntRange(0, 2**20 - 1), default=0, show_default=True),
+        click.option(
+            "--processes",
+            type=click.IntRange(1, 255),
+            default=1,
+            show_default=True,
+            help="One for each idle core.",
+        ),
+        click.option(
+            "--products",
+            type=click.Choice(["float32", "bfloat16"]),
+            default="float32",
+            show_default=True,
+            help="bfloat16 is faster on CPUs that have such instructions.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _require_one_length(minutes: float | None, tokens: int | None) -> None:
+    if (minutes is None) == (tokens is None):
+        raise click.UsageError("give one of --minutes and --tokens")
 
 
 @click.group()
@@ -15,30 +69,7 @@ def train() -> None:
 
 
 @train.command("demo")
-@click.option(
-    "--folder",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where state, log and checkpoint are; a training that was begun there goes on.",
-)
-@click.option("--size", type=click.Choice(["tiny", "demo"]), default="demo", show_default=True)
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="About how long.")
-@click.option("--tokens", type=click.IntRange(min=1), help="How many tokens, instead of how long.")
-@click.option("--seed", type=click.IntRange(0, 2**20 - 1), default=0, show_default=True)
-@click.option(
-    "--processes",
-    type=click.IntRange(1, 255),
-    default=1,
-    show_default=True,
-    help="One for each idle core.",
-)
-@click.option(
-    "--products",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="bfloat16 is faster on CPUs that have such instructions.",
-)
+@_with_extent
 def train_demo(
     folder: Path,
     size: str,
@@ -58,8 +89,7 @@ def train_demo(
       ripresa train demo --minutes 75 --processes 2 --folder /tmp/demo
       ripresa train demo --size tiny --tokens 5000000 --folder /tmp/tiny
     """
-    if (minutes is None) == (tokens is None):
-        raise click.UsageError("give one of --minutes and --tokens")
+    _require_one_length(minutes, tokens)
     with progress("preparing"):
         from ripresa.cluster.training.run import Training, open_training, run_training
         from ripresa.workers.demo.training.sizes import Size
@@ -67,6 +97,123 @@ def train_demo(
         asked = Training(Size(size), tokens or 1, seed, processes, products == "bfloat16")
         training = open_training(folder, asked, minutes)
     run_training(folder, training, click.echo)
+
+
+@train.command("replay")
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    type=_existing_folder,
+    help="A finished training's folder, or a checkpoint of this size.",
+)
+@click.option(
+    "--cut-share",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Of the sequences, those that are cut; 0 trains on without cuts, to compare with.",
+)
+@_with_extent
+def train_replay(
+    source: Path,
+    cut_share: float,
+    folder: Path,
+    size: str,
+    minutes: float | None,
+    tokens: int | None,
+    seed: int,
+    processes: int,
+    products: str,
+) -> None:
+    """Fine-tune a trained model to be replayed: its windows begin anew at drawn places.
+
+    Half of the cut sequences are cut in the decoder half alone, as at the end of a prompt, the
+    others in both, as behind a prefix hit. The state is saved every five minutes; the same command
+    goes on after a kill. At the end FOLDER/checkpoint is a checkpoint to serve.
+
+    \b
+    Examples:
+      ripresa train replay --size tiny --from /tmp/tiny --minutes 8 --folder /tmp/tiny-replay
+      ripresa train cells /tmp/tiny /tmp/tiny-replay
+    """
+    _require_one_length(minutes, tokens)
+    with progress("preparing"):
+        from ripresa.cluster.training.replay_aware import ReplayTraining
+        from ripresa.cluster.training.run import open_training, run_training
+        from ripresa.workers.demo.training.sizes import Size
+
+        asked = ReplayTraining(
+            Size(size),
+            tokens or 1,
+            seed,
+            processes,
+            products == "bfloat16",
+            str(source.resolve()),
+            cut_share,
+        )
+        training = open_training(folder, asked, minutes)
+    run_training(folder, training, click.echo)
+
+
+@train.command("cells")
+@click.argument("before", type=_existing_folder)
+@click.argument("after", type=_existing_folder, nargs=-1, required=True)
+@click.option(
+    "--conversations",
+    type=click.IntRange(1, 500),
+    default=500,
+    show_default=True,
+    help="Of the 500 of the evaluation set, evenly spread.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every cell there too.",
+)
+def train_cells(
+    before: Path, after: tuple[Path, ...], conversations: int, json_file: Path | None
+) -> None:
+    """Compare a model BEFORE and AFTER fine-tuning, exact and replayed, at every length R.
+
+    Each argument is a training's folder or a checkpoint; several AFTER, of different seeds, give
+    mean and standard deviation. Of every conversation the answers behind one boundary are read as
+    the reference gives them. `by cut` is what replay adds to the loss, in nats a token.
+
+    \b
+    Examples:
+      ripresa train cells /tmp/tiny /tmp/tiny-replay
+      ripresa train cells /tmp/tiny /tmp/seed-1 /tmp/seed-2 /tmp/seed-3 --json cells.json
+    """
+    from ripresa.cluster.training.cells import cell_table, write_cells
+
+    found = {str(folder): _cells_of(folder, conversations) for folder in (before, *after)}
+    for line in cell_table(found[str(before)], [found[str(folder)] for folder in after]):
+        click.echo(line)
+    if json_file is not None:
+        write_cells(json_file, found)
+
+
+def _cells_of(folder: Path, conversations: int) -> dict[Way, Cell]:
+    with progress(f"loading {folder}"):
+        from ripresa.cluster.training.cells import cells, read_answers
+        from ripresa.cluster.training.finished import read_model
+        from ripresa.cluster.training.rendering import Renderer
+        from ripresa.workers.demo.build_tokenizer import TOKENIZER
+        from ripresa.workers.demo.ledger.evaluation import load_evaluation
+
+        model, renderer = read_model(folder), Renderer(TOKENIZER)
+        every = load_evaluation()
+    chosen = [place * len(every) // conversations for place in range(conversations)]
+    readings, shown = [], time.monotonic()
+    asked = ((number, every[number]) for number in chosen)
+    for done, found in enumerate(read_answers(model, renderer, asked), 1):
+        readings += found
+        if time.monotonic() - shown >= MAX_PAUSE_S:
+            shown = time.monotonic()
+            click.echo(f"{folder}: {done} of {conversations} conversations", err=True)
+    return cells(readings)
 
 
 @train.command("measure")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +23,10 @@ from ripresa.cluster.training.scores import table
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
 from ripresa.workers.demo.training.export import export
+from ripresa.workers.demo.training.fine_tuning import FineTuning
 from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Plan
 from ripresa.workers.demo.training.sizes import Size, config_of
-from ripresa.workers.demo.training.trainer import Progress, Trainer, train
+from ripresa.workers.demo.training.trainer import Batches, Progress, Trainer, train
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids
@@ -57,8 +58,20 @@ class Training:
     is_narrow: bool
 
     @property
-    def plan(self) -> Plan:
-        return Plan(max(self.num_tokens // (TOKENS_PER_STEP * self.num_processes), 1))
+    def num_steps(self) -> int:
+        return max(self.num_tokens // (TOKENS_PER_STEP * self.num_processes), 1)
+
+    @property
+    def plan(self) -> Plan | FineTuning:
+        return Plan(self.num_steps)
+
+    @property
+    def batches(self) -> Batches:
+        return LedgerBatches(TOKENIZER, self.seed)
+
+    def start(self) -> Mapping[str, torch.Tensor] | None:
+        """Parameters to begin with; None for random ones."""
+        return None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,9 +168,10 @@ def make_trainer(training: Training, rank: int = 0) -> Trainer:
     return Trainer(
         config,
         compressed_ids(Tokenizer.from_file(str(TOKENIZER))),
-        LedgerBatches(TOKENIZER, training.seed),
+        training.batches,
         training.plan,
         training.seed,
+        start=training.start(),
         rank=rank,
         num_ranks=training.num_processes,
         dtype=training.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ripresa.workers.demo.training.fine_tuning import FineTuning
 from ripresa.workers.demo.training.initial import initial_parameters
 from ripresa.workers.demo.training.optimizer import Optimizer, balance, is_trained
 from ripresa.workers.demo.training.plan import Plan, Step
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids
+from ripresa.workers.models.deepseek_v41.trainable.cuts import Cuts
 from ripresa.workers.models.deepseek_v41.trainable.model import TrainableModel
 
 SAVE_EVERY_S = 300.0
@@ -31,10 +33,12 @@ class Batch:
     Attributes:
         token_ids: [B, T] int64.
         weights: [B, T] float32, how much predicting each token counts.
+        cuts: where the sequences are cut, if any is.
     """
 
     token_ids: torch.Tensor
     weights: torch.Tensor
+    cuts: Cuts | None = None
 
 
 class Batches(Protocol):
@@ -60,6 +64,7 @@ class Trainer:
     Args:
         compressed_ids: for n-gram hashing.
         plan, seed: what happens; a saved training goes on only with the same.
+        start: parameters to begin with, by released name, which are copied; None for random ones.
         rank, num_ranks: this process among those that exchange gradients.
         dtype: of the large products.
     """
@@ -69,9 +74,10 @@ class Trainer:
         config: ModelConfig,
         compressed_ids: Ids | None,
         batches: Batches,
-        plan: Plan,
+        plan: Plan | FineTuning,
         seed: int,
         *,
+        start: Mapping[str, torch.Tensor] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
         dtype: torch.dtype = torch.float32,
@@ -79,7 +85,9 @@ class Trainer:
         self.plan, self.number, self.num_tokens = plan, 0, 0
         self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
         self._identity = {"plan": asdict(plan), "seed": seed, "num_ranks": num_ranks}
-        self.parameters = initial_parameters(config, seed)
+        if start is None:
+            start = initial_parameters(config, seed)
+        self.parameters = {name: values.clone() for name, values in start.items()}
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(is_trained(name))
         self.model = TrainableModel(config, self.parameters, compressed_ids, dtype=dtype)
@@ -97,7 +105,7 @@ class Trainer:
         """
         step = self.plan.step(self.number)
         batch = self._batches.batch(self.number, step, self._rank)
-        output = self.model.forward(batch.token_ids, step.is_dense)
+        output = self.model.forward(batch.token_ids, step.is_dense, batch.cuts)
         targets, weights = batch.token_ids[:, 1:].flatten(), batch.weights[:, 1:].flatten()
         counted = weights.nonzero()[:, 0]
         hidden = output.hidden[:, :-1].flatten(0, 1).index_select(0, counted)
