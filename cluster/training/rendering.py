@@ -1,7 +1,8 @@
 """How does a conversation become a training sample? Token ids, and how much each one counts.
 
 A token's weight is that of predicting it. What the assistant says counts whole; of the rest, texts
-that can be guessed at all count a little in some samples, and coined names and digits never.
+that can be guessed at all count a little in some samples, and coined names and digits never, unless
+they only repeat what was said before: most of what a ledger's tool says of a name is a copy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ripresa.workers.demo.ledger.tool_server import TOOLS
 
 _BEGIN = "<｜begin▁of▁sentence｜>"
 _UNPREDICTABLE = re.compile(r'"[a-z]+"?|\d+')
+_SUBJECT = re.compile(r'(?<= of ")[a-z]+(?=")')
 _HEADER = 2
 """Tokens of an answer's header, which ends every prompt."""
 
@@ -77,16 +79,20 @@ class Renderer:
         self._tokenizer = Tokenizer(tokenizer_file)
         self._encoding = ChatEncoding(self._tokenizer, tokenizer_file, MODEL_NAME)
 
-    def conversation(self, conversation: Conversation, context_weight: float) -> Sample:
+    def conversation(
+        self, conversation: Conversation, context_weight: float, repeat_weight: float = 0.0
+    ) -> Sample:
         """A conversation that ends with the assistant's message.
 
         Args:
             context_weight: of what others than the assistant say.
+            repeat_weight: of a subject that they name again.
         """
         segments = self._segments(conversation.messages, conversation.declares_tools)
         token_ids: list[int] = []
         weights: list[float] = []
         assistant = False
+        said: set[str] = set()
         for place, segment in enumerate(segments):
             ids = self._encoding.encode([segment])
             token_ids += ids
@@ -98,7 +104,9 @@ class Renderer:
             elif assistant:
                 weights += [1.0] * len(ids)
             else:
-                weights += self._context_weights(segment.text, ids, context_weight)
+                weights += self._context_weights(
+                    segment.text, ids, (context_weight, repeat_weight), said
+                )
             if segment.text == END_OF_REASONING and segments[place - 1].text == ASSISTANT:
                 assistant = True
         return Sample(tuple(token_ids), tuple(weights))
@@ -137,16 +145,23 @@ class Renderer:
             body["tools"] = list(TOOLS)
         return self._encoding.render(body).segments[:-_HEADER]
 
-    def _context_weights(self, text: str, ids: Sequence[int], weight: float) -> list[float]:
-        if weight == 0.0:
-            return [0.0] * len(ids)
+    def _context_weights(
+        self, text: str, ids: Sequence[int], of: tuple[float, float], said: set[str]
+    ) -> list[float]:
+        """What others say. `of`: text and repeats; `said`: subjects so far, to be added to."""
         raw = text.encode()
-        hidden = bytearray(len(raw))
-        for match in _UNPREDICTABLE.finditer(raw.decode("latin-1")):
-            hidden[match.start() : match.end()] = b"\1" * (match.end() - match.start())
+        by_byte = [of[0]] * len(raw)
+        # One character a byte, as tokens have them.
+        characters = raw.decode("latin-1")
+        for match in _UNPREDICTABLE.finditer(characters):
+            by_byte[match.start() : match.end()] = [0.0] * len(match[0])
+        for match in _SUBJECT.finditer(characters):
+            if match[0] in said:
+                by_byte[match.start() : match.end()] = [of[1]] * len(match[0])
+            said.add(match[0])
         weights, place = [], 0
         for token in ids:
             stop = place + len(self._tokenizer.token_bytes([token]))
-            weights.append(0.0 if any(hidden[place:stop]) else weight)
+            weights.append(min(by_byte[place:stop]))
             place = stop
         return weights

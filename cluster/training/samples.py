@@ -15,6 +15,8 @@ from ripresa.workers.demo.training.trainer import Batch
 
 TEXT_SHARE, TEXT_WEIGHT = 0.12, 0.3
 CONTEXT_SHARE, CONTEXT_WEIGHT = 0.25, 0.3
+REPEAT_WEIGHT = 0.5
+"""Half as much as an answer; a tool's result names its subject in every line."""
 TOOLS_SHARE = 0.3
 """Of samples that are long enough for the tools' preamble."""
 _LONG = 1024
@@ -64,4 +66,4 @@ class LedgerBatches:
             TOOLS_SHARE if step.length >= _LONG else 0.0,
         )
         context_weight = CONTEXT_WEIGHT if draws.chance(CONTEXT_SHARE) else 0.0
-        return self._renderer.conversation(conversation, context_weight)
+        return self._renderer.conversation(conversation, context_weight, REPEAT_WEIGHT)

@@ -1,4 +1,4 @@
-"""At which turns of the event loop is something cancelled? At each one, as long as that is cheap."""
+"""At which turns of the event loop is something cancelled? At each one, while that is cheap."""
 
 from __future__ import annotations
 

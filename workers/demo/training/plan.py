@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-TOKENS_PER_STEP = 4096
+TOKENS_PER_STEP = 2048
 
 
 class Phase(StrEnum):
@@ -48,7 +48,7 @@ class Plan:
 
     num_steps: int
     lengths: tuple[tuple[float, int], ...] = ((0.6, 512), (0.9, 1024), (1.0, 2048))
-    warm_up: float = 0.15
+    warm_up: float = 0.08
     dense: float = 0.4
     decay: float = 0.4
     ramp_steps: int = 30
