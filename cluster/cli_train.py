@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_processes = click.option(
+    "--processes",
+    type=click.IntRange(1, 255),
+    default=1,
+    show_default=True,
+    help="One for each idle core.",
+)
 _existing_folder = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -38,13 +45,7 @@ def _with_extent(command: F) -> F:
             "--tokens", type=click.IntRange(min=1), help="How many tokens, instead of how long."
         ),
         click.option("--seed", type=click.IntRange(0, 2**20 - 1), default=0, show_default=True),
-        click.option(
-            "--processes",
-            type=click.IntRange(1, 255),
-            default=1,
-            show_default=True,
-            help="One for each idle core.",
-        ),
+        _processes,
         click.option(
             "--products",
             type=click.Choice(["float32", "bfloat16"]),
@@ -166,6 +167,7 @@ def train_replay(
     show_default=True,
     help="Of the 500 of the evaluation set, evenly spread.",
 )
+@_processes
 @click.option(
     "--json",
     "json_file",
@@ -173,7 +175,11 @@ def train_replay(
     help="Write every cell there too.",
 )
 def train_cells(
-    before: Path, after: tuple[Path, ...], conversations: int, json_file: Path | None
+    before: Path,
+    after: tuple[Path, ...],
+    conversations: int,
+    processes: int,
+    json_file: Path | None,
 ) -> None:
     """Compare a model BEFORE and AFTER fine-tuning, exact and replayed, at every length R.
 
@@ -188,31 +194,26 @@ def train_cells(
     """
     from ripresa.cluster.training.cells import cell_table, write_cells
 
-    found = {str(folder): _cells_of(folder, conversations) for folder in (before, *after)}
+    found = {str(f): _cells_of(f, conversations, processes) for f in (before, *after)}
     for line in cell_table(found[str(before)], [found[str(folder)] for folder in after]):
         click.echo(line)
     if json_file is not None:
         write_cells(json_file, found)
 
 
-def _cells_of(folder: Path, conversations: int) -> dict[Way, Cell]:
-    with progress(f"loading {folder}"):
-        from ripresa.cluster.training.cells import cells, read_answers
-        from ripresa.cluster.training.finished import read_model
-        from ripresa.cluster.training.rendering import Renderer
-        from ripresa.workers.demo.build_tokenizer import TOKENIZER
-        from ripresa.workers.demo.ledger.evaluation import load_evaluation
+def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[Way, Cell]:
+    from ripresa.cluster.training.cell_readers import read_in_processes
+    from ripresa.cluster.training.cells import cells
+    from ripresa.workers.demo.ledger.evaluation import load_evaluation
 
-        model, renderer = read_model(folder), Renderer(TOKENIZER)
-        every = load_evaluation()
-    chosen = [place * len(every) // conversations for place in range(conversations)]
+    every = list(enumerate(load_evaluation()))
+    chosen = [every[n * len(every) // num_conversations] for n in range(num_conversations)]
     readings, shown = [], time.monotonic()
-    asked = ((number, every[number]) for number in chosen)
-    for done, found in enumerate(read_answers(model, renderer, asked), 1):
+    for done, found in enumerate(read_in_processes(folder, chosen, num_processes), 1):
         readings += found
         if time.monotonic() - shown >= MAX_PAUSE_S:
             shown = time.monotonic()
-            click.echo(f"{folder}: {done} of {conversations} conversations", err=True)
+            click.echo(f"{folder}: {done} of {num_conversations} conversations", err=True)
     return cells(readings)
 
 

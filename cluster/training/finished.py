@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,7 @@ def read_parameters(folder: Path) -> tuple[ModelConfig, Tensors]:
         return config, {name: checkpoint.read(name, shape) for name, shape in shapes.items()}
 
 
-def read_model(folder: Path) -> TrainableModel:
-    """The model of a checkpoint over the demo model's vocabulary.
-
-    Args, Raises: as `read_parameters`.
-    """
-    config, parameters = read_parameters(folder)
+def trainable(config: ModelConfig, parameters: Mapping[str, torch.Tensor]) -> TrainableModel:
+    """A model over the demo model's vocabulary."""
     ids = compressed_ids(Tokenizer.from_file(str(TOKENIZER)))
     return TrainableModel(config, parameters, ids)

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from ripresa.cluster.cli import cli
-from ripresa.cluster.training.finished import finished_parameters, read_model
+from ripresa.cluster.training.finished import finished_parameters, read_parameters
 from ripresa.cluster.training.replay_aware import ReplayTraining
 from ripresa.cluster.training.run import CHECKPOINT, STATE, Training, make_trainer, open_training
 from ripresa.workers.checkpoint_report import report_checkpoint
@@ -55,7 +55,7 @@ def test_it_begins_with_the_state_and_else_with_the_checkpoint(finished: Path) -
         found = finished_parameters(folder, CONFIG)
         for name, values in stored.items():
             assert torch.allclose(found[name], values, rtol=2**-8, atol=0)
-    assert read_model(finished).config == CONFIG
+    assert read_parameters(finished)[0] == CONFIG
 
 
 def test_other_sources_are_refused(finished: Path, tmp_path: Path) -> None:
@@ -114,15 +114,17 @@ def test_a_length_is_needed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_commands_leave_a_checkpoint_and_a_comparison(finished: Path, tmp_path: Path) -> None:
     tuned = tmp_path / "tuned"
-    command = ["train", "replay", "--size", "tiny", "--from", str(finished), "--tokens", "8192"]
+    command = ["train", "replay", "--size", "tiny", "--from", str(finished), "--tokens", "4096"]
     for _ in range(2):  # the second time it is finished already
         result = CliRunner().invoke(cli, [*command, "--folder", str(tuned)], catch_exceptions=False)
         assert result.exit_code == 0
         assert f"wrote {tuned / CHECKPOINT}" in result.output
     assert list(report_checkpoint(tuned / CHECKPOINT))
-    compare = ["train", "cells", str(finished), str(tuned), "--conversations", "2"]
+    compare = ["train", "cells", str(finished), str(tuned), "--conversations", "3"]
     found = tmp_path / "cells.json"
-    result = CliRunner().invoke(cli, [*compare, "--json", str(found)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        cli, [*compare, "--processes", "2", "--json", str(found)], catch_exceptions=False
+    )
     assert result.exit_code == 0
     assert len(result.output.splitlines()) >= 11
     entries = json.loads(found.read_text())
