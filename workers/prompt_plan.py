@@ -130,6 +130,10 @@ def re_execution(
     # Without a window its rows are computed again from the restart before them: the same values.
     rows = EncoderPass(0, num_tokens, 0, 0)
     passes = encoder_passes(rows, restarts, window, is_canonical=is_canonical)
+    if recipe.kind is PlanKind.BOUNDED:
+        # Its own replay, which is one window unless an evaluation's recipe says otherwise.
+        own = replace(passes[-1], start=recipe.start, swa_floor=recipe.swa_floor)
+        passes = (*passes[:-1], own)
     first = max(
         number
         for number, rows in enumerate(passes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hash_machine import GEOMETRY, WINDOW
@@ -52,6 +53,19 @@ def test_it_goes_on_from_the_newest_window(mode: ReplayMode, num_cached: int) ->
     assert len(plan.chain) == 10
     assert plan.window == plan.chain[-1]
     assert plan.recipe is recipe
+
+
+@pytest.mark.parametrize("length", [0, WINDOW // 2, WINDOW, 3 * WINDOW])
+def test_a_recipe_says_how_long_its_own_replay_is(length: int) -> None:
+    planned = recipe_of(ReplayMode.BOUNDED, num_cached=9)
+    assert planned.kind is PlanKind.BOUNDED
+    start = planned.write_floor - length
+    recipe = replace(planned, start=start, swa_floor=start)
+    (rows,) = go_on(recipe, 9, []).passes
+    assert (rows.start, rows.swa_floor, rows.write_floor) == (start, start, 9 * WINDOW)
+    first, own = go_on(recipe, 4, []).passes
+    assert (first.start, first.stop, first.write_floor) == (0, 9 * WINDOW, 4 * WINDOW)
+    assert (own.start, own.stop, own.write_floor) == (start, LENGTH, 9 * WINDOW)
 
 
 def test_blocks_alone_are_no_help() -> None:

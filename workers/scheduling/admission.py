@@ -53,6 +53,15 @@ def check_recipe(recipe: Recipe, num_prompt_tokens: int, geometry: ReplayGeometr
                 "recipe.decoder_start", f"{recipe.decoder_start} is not in the prompt"
             )
         return
+    if recipe.tail in (TailVariant.FLOORED, TailVariant.LAYER_EXACT):
+        # The planner's tail is one window, an evaluation's as long as it likes.
+        if not recipe.start <= recipe.decoder_start < num_prompt_tokens:
+            raise InvalidArgument(
+                "recipe.decoder_start",
+                f"{recipe.decoder_start} is no encoder row of the prompt, which are "
+                f"{recipe.start} to {num_prompt_tokens - 1}",
+            )
+        return
     expected = decoder_start(
         num_prompt_tokens, window, recipe.tail, recipe.start, geometry.num_decoder_layers
     )

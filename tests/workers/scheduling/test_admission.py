@@ -53,7 +53,15 @@ BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
             ),
             "tail",
         ),
-        (replace(GOOD, recipe=replace(RECIPE, decoder_start=11)), "recipe.decoder_start"),
+        (replace(GOOD, recipe=replace(RECIPE, decoder_start=20)), "recipe.decoder_start"),
+        (
+            replace(GOOD, recipe=replace(BOUNDED, start=8, swa_floor=8, decoder_start=7)),
+            "recipe.decoder_start",
+        ),
+        (
+            replace(GOOD, recipe=replace(RECIPE, tail=TailVariant.FULL, decoder_start=11)),
+            "recipe.decoder_start",
+        ),
         (replace(GOOD, recipe=replace(RECIPE, rules_version="0")), "recipe.rules_version"),
     ],
 )
@@ -67,6 +75,7 @@ def test_good_requests_pass() -> None:
     check_request(GOOD, GEOMETRY, 64)
     check_request(make_request(20, max_tokens=3, streamed=(5, 6)), GEOMETRY, 64)
     check_request(make_request(63, max_tokens=1), GEOMETRY, 64)
+    check_request(replace(GOOD, recipe=replace(RECIPE, decoder_start=11)), GEOMETRY, 64)
     exact = replace(RECIPE, tail=TailVariant.EXACT, decoder_start=0)
     check_request(replace(GOOD, recipe=exact), GEOMETRY, 64)
     exact_mode = CacheUse(ReplayMode.EXACT)

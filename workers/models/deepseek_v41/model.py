@@ -178,6 +178,7 @@ class DeepseekV41:
         y = self._attention(layer, weights, x, step, window)
         if self._observe and c.role(layer) in (LayerRole.FULL, LayerRole.REINDEX):
             assert step.entries is not None
+            self._observe("positions", layer, step.rows.positions)
             self._observe("selected", layer, step.entries)
         streams = ops.hc_expand(y, streams, post, comb)
         pre = pre_next
