@@ -14,6 +14,7 @@ import click
 from ripresa.cluster.cli_admin import admin
 from ripresa.cluster.cli_bench import bench
 from ripresa.cluster.cli_checkpoint import checkpoint, doctor
+from ripresa.cluster.cli_eval import evaluation
 from ripresa.cluster.cli_explain import explain
 from ripresa.cluster.cli_generate import generate
 from ripresa.cluster.cli_plan import plan
@@ -161,6 +162,7 @@ def check_config(config: Path, assignments: tuple[str, ...]) -> None:
 cli.add_command(admin)
 cli.add_command(bench)
 cli.add_command(generate)
+cli.add_command(evaluation)
 cli.add_command(explain)
 cli.add_command(checkpoint)
 cli.add_command(doctor)

@@ -1,0 +1,54 @@
+"""How sure is a mean over conversations? Percentile bootstrap intervals.
+
+Tokens of one conversation are no independent draws, so whole conversations are drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_DRAWS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def ratio(totals: Sequence[float], counts: Sequence[float], seed: int) -> Estimate:
+    """The mean of all items, and its 95 % interval; of one conversation it is that mean alone.
+
+    Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13: percentiles 2.5 and 97.5.
+    A ratio of sums, so that a conversation counts by how many items it has.
+
+    Args:
+        totals, counts: of each conversation, the sum over its items and their number, above 0.
+        seed: draws are the same for all means of as many conversations.
+
+    Raises:
+        ValueError: there is no conversation, or one has no item.
+    """
+    if not len(totals) or min(counts) <= 0:
+        raise ValueError("every conversation must have an item, and there must be one")
+    sums = np.asarray([totals, counts], dtype=np.float64)
+    mean = float(sums[0].sum() / sums[1].sum())
+    drawn = _draws(sums.shape[1], seed) @ sums.T
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], (2.5, 97.5))
+    return Estimate(mean, float(low), float(high))
+
+
+@lru_cache(maxsize=512)
+def _draws(number: int, seed: int) -> NDArray[np.float64]:
+    """[draws, number]: how often each of `number` conversations is in a draw of as many."""
+    generator = np.random.default_rng((seed, number))
+    drawn = generator.multinomial(number, np.full(number, 1 / number), size=NUM_DRAWS)
+    return drawn.astype(np.float64)

@@ -1,0 +1,341 @@
+"""What does a reader get? Tables, charts, and what may be concluded from them, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ripresa.cluster.evaluation.bootstrap import Estimate
+from ripresa.cluster.evaluation.experiments import Experiment
+from ripresa.cluster.evaluation.measures import CONTEXT, OVERLAP, SUPERVISED, bucket_names
+from ripresa.cluster.evaluation.plots import Line, line_chart
+from ripresa.cluster.evaluation.summary import ALL, CostRow, MatchRow, Summary, TokenRow
+
+RESULTS = "results.json"
+REPORT = "report.md"
+_LEAST_KL = 1e-6
+"""Nats; a chart shows nothing below."""
+_HALVES = (
+    (Experiment.ANSWER, "decoder"),
+    (Experiment.ANSWER, "both"),
+    (Experiment.HIT, "both"),
+)
+"""First words of the arms of a chart."""
+
+_PAGE = Path(__file__).parent / "page.md"
+"""What is said whatever the numbers are."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a report is of.
+
+    Attributes:
+        command: that makes it again.
+        facts: name and value of everything that decides the numbers.
+        window, anchor: W and A in tokens.
+    """
+
+    command: str
+    facts: Mapping[str, str]
+    window: int
+    anchor: int
+
+
+def write_report(summary: Summary, about: About, report: Path, charts: Path) -> None:
+    """Write the page and its charts.
+
+    Args:
+        report: the page's file.
+        charts: the charts' folder.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    charts.mkdir(parents=True, exist_ok=True)
+    report.parent.mkdir(parents=True, exist_ok=True)
+    drawn = dict(_charts(summary, about.window))
+    for name, svg in drawn.items():
+        (charts / f"{name}.svg").write_text(svg, encoding="utf-8")
+    place = os.path.relpath(charts, report.parent)
+    links = {name: f"![{name}]({place}/{name}.svg)\n" for name in drawn}
+    report.write_text(page(summary, about, links), encoding="utf-8")
+
+
+def write_results(summary: Summary, about: About, path: Path) -> None:
+    """Everything that the page shows, as JSON; raises OSError."""
+    document = {"about": asdict(about), **asdict(summary)}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def page(summary: Summary, about: About, links: Mapping[str, str]) -> str:
+    """The whole page.
+
+    Args:
+        links: what shows each chart, by its name.
+    """
+    facts = "\n".join(f"| {name} | {value} |" for name, value in about.facts.items())
+    return _PAGE.read_text(encoding="utf-8").format(
+        command=about.command,
+        facts=facts,
+        window=about.window,
+        anchor=about.anchor,
+        sections="\n".join(_sections(summary, about.window, links)),
+    )
+
+
+def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterator[str]:
+    def shown(*names: str) -> str:
+        return "\n".join(links[name] for name in names if name in links)
+
+    yield "## Self-check\n"
+    for experiment, worst in summary.worst_exact.items():
+        yield (
+            f"- `{experiment}`: logits of the arm without approximation differ from the cold "
+            f"run's by at most {worst:.3g}.\n"
+        )
+    tables = {
+        Experiment.ANSWER: (
+            "The answer's boundary: what is served",
+            "The prompt ends where an answer begins, behind a hit that ends at least "
+            f"{window + 6} tokens before. Distances count from the answer's first token.",
+        ),
+        Experiment.HIT: (
+            "The hit's boundary: both halves restart where the cached prefix ends",
+            "Nobody is served the first of these tokens: the rules leave a window of native rows "
+            "before an answer. But the block KV written there is kept, and read by all that "
+            "follows. Distances count from the end of the cached prefix.",
+        ),
+    }
+    for experiment, (title, text) in tables.items():
+        rows = [row for row in summary.tokens if row.experiment == experiment]
+        if not rows:
+            continue
+        yield f"## {title}\n\n{text}\n"
+        halves = [half for where, half in _HALVES if where is experiment]
+        yield shown(
+            *(f"{experiment}-{half}-{kind}" for half in halves for kind in (SUPERVISED, CONTEXT)),
+            f"{experiment}-overlap",
+        )
+        for kind in (SUPERVISED, CONTEXT):
+            yield f"### {kind.capitalize()} tokens\n"
+            yield from _token_tables([row for row in rows if row.kind == kind], window)
+        yield from _match_tables([m for m in summary.matches if m.experiment == experiment])
+    tails = list(_tails(summary.tokens, window))
+    if tails:
+        yield "## Which tail\n\n" + "\n".join(tails) + "\n"
+    rows = [row for row in summary.tokens if row.experiment == Experiment.STACK]
+    if rows:
+        yield (
+            "## Boundaries behind boundaries\n\nOne and the same prompt and answer; its prefix was "
+            "computed by so many turns of a tool loop, each a bounded hit on the blocks of the "
+            f"one before, with {window} new tokens a turn (conversations one behind the other). "
+            "0: an exact prefix, with the trimmed tail.\n"
+        )
+        yield shown("stack")
+        yield from _token_tables(rows, window, by_kind=True)
+    yield from _costs(summary.costs, shown("rows", "seconds"))
+
+
+def _token_tables(rows: Sequence[TokenRow], window: int, *, by_kind: bool = False) -> Iterator[str]:
+    layers = sorted({name for row in rows for name in row.measures if name.startswith(OVERLAP)})
+    head = [
+        *(["boundaries", "tokens of"] if by_kind else ["arm"]),
+        *["distance", "tokens", "conversations", "NLL", "dNLL", "KL", "same top"],
+        *layers,
+    ]
+    order = [*bucket_names(window), ALL]
+    body = []
+    for row in sorted(rows, key=lambda row: order.index(row.bucket)):
+        found = row.measures
+        body.append(
+            [
+                *([row.arm, row.kind] if by_kind else [f"`{row.arm}`"]),
+                *[row.bucket, str(row.num_tokens), str(row.num_conversations)],
+                f"{found['nll'].mean:.3f}",
+                _told(found["difference"], ".4f", signed=True),
+                _told(found["kl"], ".2e"),
+                _told(found["same top"], ".3f"),
+                *[_told(found[layer], ".3f") for layer in layers],
+            ]
+        )
+    if by_kind:
+        body.sort(key=lambda cells: (cells[1], order.index(cells[2])))
+    yield _table(head, body)
+
+
+def _match_tables(rows: Sequence[MatchRow]) -> Iterator[str]:
+    whole = [row for row in rows if row.placement is None]
+    if whole:
+        yield (
+            "### Exact match\n\nThe share of the assistant's messages of which every token is the "
+            "likeliest one: what greedy decoding behind the reference's text would have said.\n"
+        )
+        yield _matrix(whole, [(row.task, row) for row in whole], "task")
+    placed = [row for row in rows if row.placement is not None]
+    if placed:
+        yield "By where the evidence lies to the boundary b, of a window of W tokens:\n"
+        yield _matrix(placed, [(str(row.placement), row) for row in placed], "evidence")
+
+
+def _matrix(rows: Sequence[MatchRow], named: Sequence[tuple[str, MatchRow]], what: str) -> str:
+    """A line a name, a column an arm."""
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    names = sorted(dict.fromkeys(name for name, _ in named), key=_task_order)
+    cells = {(name, row.arm): row for name, row in named}
+    body = []
+    for name in names:
+        first = next(cells[name, arm] for arm in arms if (name, arm) in cells)
+        body.append(
+            [
+                name,
+                str(first.num_messages),
+                *[
+                    _told(cells[name, arm].exact, ".2f") if (name, arm) in cells else ""
+                    for arm in arms
+                ],
+            ]
+        )
+    return _table([what, "messages", *[f"`{arm}`" for arm in arms]], body)
+
+
+def _task_order(name: str) -> tuple[int, str]:
+    """T2 before T10, and all of them together last."""
+    number = name.split()[0].removeprefix("T")
+    return (int(number) if number.isdigit() else 99, name)
+
+
+def _tails(rows: Iterable[TokenRow], window: int) -> Iterator[str]:
+    found = {
+        (row.arm, row.kind, row.bucket): row for row in rows if row.experiment == Experiment.ANSWER
+    }
+    for half in ("decoder", "both"):
+        for kind in (SUPERVISED, CONTEXT):
+            pair = [
+                found.get((f"{half} {window}{suffix}", kind, ALL))
+                for suffix in ("", " layer_exact")
+            ]
+            if pair[0] is None or pair[1] is None:
+                continue
+            floored, whole = (row.measures for row in pair if row is not None)
+            closer = "floored" if floored["kl"].mean <= whole["kl"].mean else "layer_exact"
+            apart = floored["kl"].high < whole["kl"].low or whole["kl"].high < floored["kl"].low
+            yield (
+                f"- `{half} {window}`, {kind} tokens: KL {_told(floored['kl'], '.2e')} with "
+                f"`floored`, {_told(whole['kl'], '.2e')} with `layer_exact`; dNLL "
+                f"{_told(floored['difference'], '.4f', signed=True)} and "
+                f"{_told(whole['difference'], '.4f', signed=True)}. `{closer}` is closer"
+                f"{', and the intervals of KL are apart' if apart else ', within the intervals'}."
+            )
+
+
+def _costs(rows: Sequence[CostRow], charts: str) -> Iterator[str]:
+    answer = [row for row in rows if row.experiment == Experiment.ANSWER]
+    grown = [row for row in rows if row.experiment == Experiment.GROWTH]
+    if not (answer or grown):
+        return
+    yield (
+        "## What it costs\n\nA prompt up to its answer's first token. Row-layers: rows computed, "
+        "counted once for each layer. Seconds: median and quartiles, one request at a time.\n"
+    )
+    head = ["arm", "prompts", "tokens skipped", "encoder row-layers", "decoder row-layers", "s"]
+    if answer:
+        yield _table(head, [[f"`{row.arm}`", *_cost_cells(row)] for row in answer])
+    if grown:
+        yield (
+            "Behind a hit on all that the rules allow, and with nothing cached, by the prompt's "
+            "length:\n"
+        )
+        yield charts
+        body = [[f"`{row.arm}`", str(row.num_tokens), *_cost_cells(row)] for row in grown]
+        yield _table(["arm", "prompt", *head[1:]], body)
+
+
+def _cost_cells(row: CostRow) -> list[str]:
+    return [
+        str(row.num_prompts),
+        f"{row.num_skipped:.0f}",
+        f"{row.encoder_row_layers:.0f}",
+        f"{row.decoder_row_layers:.0f}",
+        _told(row.seconds, ".3f"),
+    ]
+
+
+def _charts(summary: Summary, window: int) -> Iterator[tuple[str, str]]:
+    """Name and SVG of every chart that there are numbers for."""
+    buckets = bucket_names(window)
+    axis = "distance from the boundary, tokens"
+    for experiment, half in _HALVES:
+        rows = [r for r in summary.tokens if r.experiment == experiment and r.bucket != ALL]
+        mine = [row for row in rows if row.arm.split()[0] == half]
+        for kind in (SUPERVISED, CONTEXT):
+            found = {(row.arm, row.bucket): row.measures["kl"] for row in mine if row.kind == kind}
+            arms = list(dict.fromkeys(arm for arm, _ in found))
+            if arms:
+                lines = [Line(arm, [found.get((arm, each)) for each in buckets]) for arm in arms]
+                title = f"KL from the cold run, {kind} tokens ({experiment})"
+                chart = line_chart(title, axis, "nats a token", buckets, lines, _LEAST_KL)
+                yield f"{experiment}-{half}-{kind}", chart
+        served = [r for r in mine if r.arm == f"both {window}" and r.kind == SUPERVISED]
+        layers = sorted({n for row in served for n in row.measures if n.startswith(OVERLAP)})
+        if layers:
+            by_bucket = {row.bucket: row.measures for row in served}
+            lines = [
+                Line(layer, [by_bucket[b][layer] if b in by_bucket else None for b in buckets])
+                for layer in layers
+            ]
+            title = f"Selected entries that are the cold run's, arm both {window} ({experiment})"
+            yield f"{experiment}-overlap", line_chart(title, axis, "share", buckets, lines)
+    yield from _stack_chart(summary.tokens)
+    yield from _cost_charts([r for r in summary.costs if r.experiment == Experiment.GROWTH])
+
+
+def _stack_chart(rows: Iterable[TokenRow]) -> Iterator[tuple[str, str]]:
+    found = {
+        (row.kind, row.arm): row.measures["kl"]
+        for row in rows
+        if row.experiment == Experiment.STACK and row.bucket == ALL
+    }
+    if found:
+        depths = list(dict.fromkeys(depth for _, depth in found))
+        kinds = list(dict.fromkeys(kind for kind, _ in found))
+        lines = [Line(kind, [found.get((kind, depth)) for depth in depths]) for kind in kinds]
+        title = "KL from the cold run, the first window of an answer"
+        axis = "bounded hits behind one another"
+        yield "stack", line_chart(title, axis, "nats a token", depths, lines, _LEAST_KL)
+
+
+def _cost_charts(rows: Sequence[CostRow]) -> Iterator[tuple[str, str]]:
+    if not rows:
+        return
+    found = {(row.arm, str(row.num_tokens)): row for row in rows}
+    arms = list(dict.fromkeys(arm for arm, _ in found))
+    sizes = list(dict.fromkeys(size for _, size in found))
+
+    def line(arm: str, of: Callable[[CostRow], Estimate]) -> Line:
+        return Line(arm, [of(found[arm, s]) if (arm, s) in found else None for s in sizes])
+
+    for name, title, unit, of in (
+        ("rows", "Rows until the first token", "row-layers", _row_layers),
+        ("seconds", "Time until the first token", "s", lambda row: row.seconds),
+    ):
+        lines = [line(arm, of) for arm in arms]
+        yield name, line_chart(title, "tokens of the prompt", unit, sizes, lines)
+
+
+def _row_layers(row: CostRow) -> Estimate:
+    total = row.encoder_row_layers + row.decoder_row_layers
+    return Estimate(total, total, total)
+
+
+def _told(estimate: Estimate, form: str, *, signed: bool = False) -> str:
+    form = f"+{form}" if signed else form
+    return f"{estimate.mean:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

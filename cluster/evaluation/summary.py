@@ -1,0 +1,161 @@
+"""What do all cases say together? Means with intervals, by experiment, arm, kind and distance."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
+from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
+from ripresa.cluster.evaluation.measures import Group, Match
+
+ALL = "all"
+"""All buckets, or all tasks, together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Tokens of one experiment, arm, kind and bucket.
+
+    Attributes:
+        measures: by name as in `Group.sums`, a token's mean.
+    """
+
+    experiment: str
+    arm: str
+    kind: str
+    bucket: str
+    num_tokens: int
+    num_conversations: int
+    measures: dict[str, Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class MatchRow:
+    """Messages of one experiment, arm, task and placement; `exact` is the share of matches."""
+
+    experiment: str
+    arm: str
+    task: str
+    placement: str | None
+    num_messages: int
+    num_conversations: int
+    exact: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """Prompts of one experiment and arm.
+
+    Attributes:
+        num_tokens: of a prompt, if all have the same; else None.
+        encoder_row_layers, decoder_row_layers, num_skipped: a prompt's mean.
+        seconds: the median, and the quartiles: a busy machine is slow at times.
+    """
+
+    experiment: str
+    arm: str
+    num_tokens: int | None
+    num_prompts: int
+    num_skipped: float
+    encoder_row_layers: float
+    decoder_row_layers: float
+    seconds: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Everything that tables and plots show.
+
+    Attributes:
+        worst_exact: by experiment, the largest difference of a logit between the arm without
+            approximation and the cold run.
+    """
+
+    tokens: tuple[TokenRow, ...]
+    matches: tuple[MatchRow, ...]
+    costs: tuple[CostRow, ...]
+    worst_exact: dict[str, float]
+
+
+def summarise(results: Sequence[Result], seed: int) -> Summary:
+    """Add up results; rows come in the order of first appearance.
+
+    Args:
+        seed: of the bootstrap.
+    """
+    worst: dict[str, float] = {}
+    for result in results:
+        if result.worst_exact is not None:
+            known = worst.get(result.experiment, 0.0)
+            worst[result.experiment] = max(known, result.worst_exact)
+    return Summary(
+        tuple(_token_rows(results, seed)),
+        tuple(_match_rows(results, seed)),
+        tuple(_cost_rows(results)),
+        worst,
+    )
+
+
+def _token_rows(results: Sequence[Result], seed: int) -> Iterable[TokenRow]:
+    found: dict[tuple[str, str, str, str], dict[int, list[Group]]] = {}
+    for result in results:
+        for group in result.groups:
+            for bucket in (group.bucket, ALL):
+                key = (result.experiment.value, group.arm, group.kind, bucket)
+                cases = found.setdefault(key, defaultdict(list))
+                cases[result.number].append(group)
+    for key, cases in found.items():
+        everything = [group for part in cases.values() for group in part]
+        # Every conversation of one model has the same measures.
+        names = everything[0].sums
+        counts = [float(sum(g.num_tokens for g in part)) for part in cases.values()]
+        measures = {
+            name: ratio([sum(g.sums[name] for g in part) for part in cases.values()], counts, seed)
+            for name in names
+        }
+        yield TokenRow(*key, sum(g.num_tokens for g in everything), len(cases), measures)
+
+
+def _match_rows(results: Sequence[Result], seed: int) -> Iterable[MatchRow]:
+    found: dict[tuple[str, str, str, str | None], dict[int, list[Match]]] = {}
+    for result in results:
+        for match in result.matches:
+            whole = (result.experiment.value, match.arm)
+            keys: list[tuple[str, str, str, str | None]] = [
+                (*whole, ALL, None),
+                (*whole, match.task, None),
+            ]
+            if match.placement is not None:
+                keys.append((*whole, match.task, match.placement))
+            for key in keys:
+                found.setdefault(key, defaultdict(list))[result.number].append(match)
+    for key, cases in found.items():
+        exact = [float(sum(m.is_exact for m in part)) for part in cases.values()]
+        counts = [float(len(part)) for part in cases.values()]
+        yield MatchRow(*key, int(sum(counts)), len(cases), ratio(exact, counts, seed))
+
+
+def _cost_rows(results: Sequence[Result]) -> Iterable[CostRow]:
+    found: dict[tuple[str, str, int | None], list[Cost]] = {}
+    for result in results:
+        for cost in result.costs:
+            length = cost.num_tokens if result.experiment is Experiment.GROWTH else None
+            found.setdefault((result.experiment.value, cost.arm, length), []).append(cost)
+    for key, costs in found.items():
+        first, median, third = np.percentile([cost.seconds for cost in costs], (25, 50, 75))
+        yield CostRow(
+            *key,
+            num_prompts=len(costs),
+            num_skipped=_mean(costs, lambda cost: cost.num_skipped),
+            encoder_row_layers=_mean(costs, lambda cost: cost.encoder_row_layers),
+            decoder_row_layers=_mean(costs, lambda cost: cost.decoder_row_layers),
+            seconds=Estimate(float(median), float(first), float(third)),
+        )
+
+
+def _mean(costs: Sequence[Cost], of: Callable[[Cost], int]) -> float:
+    return sum(of(cost) for cost in costs) / len(costs)
