@@ -1,0 +1,163 @@
+"""Are intervals, sums, overlaps and charts what their formulas say?"""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
+from ripresa.cluster.evaluation.cases import Answer
+from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
+from ripresa.cluster.evaluation.laboratory import Foretelling
+from ripresa.cluster.evaluation.measures import (
+    Group,
+    Match,
+    bucket_names,
+    differences_of,
+    groups,
+    matches,
+)
+from ripresa.cluster.evaluation.plots import Line, line_chart
+from ripresa.cluster.evaluation.selections import Selections, overlap
+from ripresa.cluster.evaluation.summary import ALL, summarise
+
+WINDOW = 8
+
+
+def test_the_interval_of_many_groups_is_that_of_the_normal_distribution() -> None:
+    draws = np.random.default_rng(1).normal(3.0, 2.0, size=400)
+    found = ratio(list(draws), [1.0] * 400, seed=7)
+    error = 1.96 * draws.std() / math.sqrt(400)
+    assert found.mean == pytest.approx(draws.mean())
+    assert found.low == pytest.approx(draws.mean() - error, abs=error / 10)
+    assert found.high == pytest.approx(draws.mean() + error, abs=error / 10)
+    assert ratio(list(draws), [1.0] * 400, seed=7) == found
+    assert ratio(list(draws), [1.0] * 400, seed=8) != found
+
+
+def test_groups_count_by_their_items_and_are_drawn_whole() -> None:
+    found = ratio([100.0, 0.0], [100.0, 300.0], seed=0)
+    assert (found.mean, found.low, found.high) == (0.25, 0.0, 1.0)
+    assert ratio([6.0], [3.0], seed=0) == Estimate(2.0, 2.0, 2.0)
+    for totals, counts in (([], []), ([1.0], [0.0])):
+        with pytest.raises(ValueError, match="conversation"):
+            ratio(totals, counts, seed=0)
+
+
+def test_overlap_is_the_share_of_the_references_entries() -> None:
+    reference = torch.tensor([[4, 1, 7], [0, -1, -1], [5, 6, -1], [-1, -1, -1]])
+    other = torch.tensor([[7, 4, 2], [3, 0, 1], [4, 7, -1], [9, 8, 2]])
+    assert overlap(reference, other).tolist() == [pytest.approx(2 / 3), 1.0, 0.0, 1.0]
+    assert overlap(reference, reference).tolist() == [1.0] * 4
+    # An entry of a neighbouring row is none of one's own.
+    assert overlap(torch.tensor([[3], [0]]), torch.tensor([[0], [3]])).tolist() == [0.0, 0.0]
+
+
+def test_selections_are_found_by_position_whatever_the_chunks() -> None:
+    seen = Selections()
+    for first, stop in ((0, 3), (3, 4), (2, 4)):
+        seen("positions", 1, torch.arange(first, stop))
+        # The last step computes two rows once more, with other entries.
+        again = 100 if (first, stop) == (2, 4) else 0
+        seen("selected", 1, torch.arange(first, stop)[:, None] + again)
+        seen("hidden", 1, torch.zeros(1))
+    assert seen.of(1, 4)[1].tolist() == [[1], [2], [3]]
+    assert seen.of(3, 5) == {}
+    seen.forget()
+    assert seen.of(1, 4) == {}
+
+
+def foretelling(start: int, logits: torch.Tensor) -> Foretelling:
+    entries = torch.arange(len(logits))[:, None]
+    return Foretelling(start, logits, {2: entries})
+
+
+def test_tokens_are_summed_by_kind_and_distance() -> None:
+    generator = torch.Generator().manual_seed(3)
+    size = 8 * WINDOW + 5
+    expected = foretelling(10, torch.randn(size, 5, generator=generator))
+    told = foretelling(10, expected.logits + 0.1 * torch.randn(size, 5, generator=generator))
+    tokens = torch.randint(5, (10 + size,), generator=generator).tolist()
+    differences = differences_of(expected, told, tokens)
+    supervised = frozenset({10, 11, 30})
+    found = list(groups("a", expected, told, differences, 10, WINDOW, supervised))
+    by_place = {(g.kind, g.bucket): g for g in found}
+    assert {bucket for _, bucket in by_place} == set(bucket_names(WINDOW))
+    assert sum(g.num_tokens for g in found) == 8 * WINDOW, "what is further away does not count"
+    assert by_place["supervised", "[0,1)"].num_tokens == 1
+    assert by_place["supervised", "[1,4)"].num_tokens == 1
+    assert by_place["context", "[1,4)"].num_tokens == 2
+    first = by_place["supervised", "[0,1)"].sums
+    assert first["kl"] == pytest.approx(float(differences.kl[0]))
+    assert first["difference"] == pytest.approx(first["nll"] - first["reference nll"])
+    assert first["overlap of layer 2"] == 1.0
+    between = by_place["context", f"[{2 * WINDOW},{4 * WINDOW})"]
+    rows = [d for d in range(2 * WINDOW, 4 * WINDOW) if d + 10 != 30]
+    assert between.num_tokens == len(rows)
+    assert between.sums["kl"] == pytest.approx(float(differences.kl[rows].sum()))
+
+
+def test_a_message_matches_if_all_its_tokens_are_likeliest() -> None:
+    tokens = [0, 1, 2, 3, 1, 2]
+    logits = torch.eye(4)[[1, 2, 3, 0, 2]]  # foretells tokens 1 to 5, the fourth wrongly
+    told = foretelling(1, logits)
+    differences = differences_of(told, told, tokens)
+    answers = [Answer("A", 1, 3), Answer("B", 3, 5), Answer("C", 0, 2), Answer("D", 5, 7)]
+    found = list(matches("a", differences, 1, answers, "after b"))
+    assert found == [Match("a", "A", "after b", True), Match("a", "B", "after b", False)]
+
+
+def sums(value: float, count: int) -> dict[str, float]:
+    return {"nll": value * count, "kl": value * count}
+
+
+def test_a_summary_adds_up_conversations() -> None:
+    results = [
+        Result(
+            Experiment.ANSWER,
+            number,
+            (
+                Group("x", "context", "[0,1)", 2, sums(value, 2)),
+                Group("x", "context", "[1,4)", 3, sums(value, 3)),
+            ),
+            (Match("x", "T1", None, value > 1), Match("x", "T2", "across b", True)),
+            (Cost("x", "bounded", 60, 8, 10 * number, 4, float(number)),),
+            value / 10,
+        )
+        for number, value in enumerate((1.0, 2.0, 3.0))
+    ]
+    found = summarise(results, seed=1)
+    by_bucket = {row.bucket: row for row in found.tokens}
+    assert by_bucket[ALL].num_tokens == 15
+    assert by_bucket["[0,1)"].num_conversations == 3
+    assert by_bucket[ALL].measures["kl"].mean == pytest.approx(2.0)
+    assert 1.0 <= by_bucket[ALL].measures["kl"].low < 2.0 < by_bucket[ALL].measures["kl"].high
+    exact = {(row.task, row.placement): row.exact.mean for row in found.matches}
+    assert exact["T1", None] == pytest.approx(2 / 3)
+    assert exact["T2", "across b"] == 1.0
+    assert exact[ALL, None] == pytest.approx(5 / 6)
+    (cost,) = found.costs
+    assert cost.num_tokens is None
+    assert (cost.encoder_row_layers, cost.seconds) == (10.0, Estimate(1.0, 0.5, 1.5))
+    assert found.worst_exact == {"answer": 0.3}
+
+
+@pytest.mark.parametrize("lowest", [None, 1e-6])
+def test_charts_are_xml_and_stay_inside(lowest: float | None) -> None:
+    lines = [
+        Line("a < b & c", [Estimate(0.2, 0.1, 0.31), None, Estimate(0.0, -0.01, 1e-9)]),
+        Line("b", [Estimate(3.7, 2.0, 5.0)] * 3),
+    ]
+    chart = ElementTree.fromstring(line_chart("T", "x", "y", ["p", "q", "r"], lines, lowest))
+    space = "{http://www.w3.org/2000/svg}"
+    dots = chart.findall(f"{space}circle")
+    assert len(dots) == 5
+    heights = [float(dot.attrib["cy"]) for dot in dots]
+    assert all(40 <= height <= 344 for height in heights)
+    assert heights[2] < heights[0] < heights[1], "a larger value lies higher"
+    with pytest.raises(ValueError, match="value"):
+        line_chart("T", "x", "y", ["p"], [Line("a", [None])])
