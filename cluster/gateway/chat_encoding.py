@@ -191,6 +191,8 @@ class ChatEncoding:
             effort = None
         if protocol is Protocol.CHAT_COMPLETIONS and isinstance(body.get("messages"), list):
             body["messages"] = [_as_known_role(message) for message in body["messages"]]
+        if protocol is Protocol.MESSAGES and isinstance(body.get("tools"), list):
+            body["tools"] = [_as_own_tool(tool) for tool in body["tools"]]
         try:
             echo = None
             if protocol is Protocol.RESPONSES:
@@ -507,6 +509,13 @@ def _as_known_role(message: Any) -> Any:
     if isinstance(message, dict) and message.get("role") == "developer":
         return {**message, "role": "system"}
     return message
+
+
+def _as_own_tool(tool: Any) -> Any:
+    """Messages' tools of type `custom` are those without a type."""
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        return {name: value for name, value in tool.items() if name != "type"}
+    return tool
 
 
 def _segments(prompt: str, special_ranges: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:

@@ -20,6 +20,7 @@ from ripresa.cluster.gateway.http_fields import (
     sampling_of,
     tells_usage,
 )
+from ripresa.cluster.gateway.http_parts import COMPLETION_PARTS, check_parts
 from ripresa.cluster.gateway.http_stream import Message, openai_failure, respond
 from ripresa.cluster.gateway.http_usage import our_usage, usage
 from ripresa.cluster.gateway.output_format import read_format
@@ -201,6 +202,7 @@ def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
             check_model(body.get("model", ""), gateway.model, "model")
             options = options_of(body, request.headers.get("x-session-id"))
             check_options(options)
+            check_parts(body, COMPLETION_PARTS)
             wanted = read_format(body.get("response_format", {}), "response_format")
             asked = replace(sampling_of(body), format=wanted)
             if body.get("best_of", asked.n) != asked.n:

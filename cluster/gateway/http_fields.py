@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
-from ripresa.cluster.gateway.http_parts import check_kinds
+from ripresa.cluster.gateway.http_parts import PARTS, check_parts
 from ripresa.cluster.gateway.sampling import MAX_STOP_CHARS, AskedSampling, Name
 from ripresa.cluster.gateway.validation import check_expectation, check_name, check_queue_time
 from ripresa.protos import ripresa_pb2 as pb
@@ -189,9 +189,9 @@ def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
 def conversation_of(body: Json, protocol: Protocol) -> Json:
     """The part of a body that is the conversation.
 
-    Raises InvalidArgument, naming the part, for tools or content of a kind that is not served.
+    Raises InvalidArgument, naming the part, for what is not served inside of its fields.
     """
-    check_kinds(body, protocol)
+    check_parts(body, PARTS[protocol])
     return {name: body[name] for name in _CONVERSATION[protocol] if name in body}
 
 

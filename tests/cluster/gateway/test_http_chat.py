@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "store": ({"store": True}, "store", "invalid_request"),
     "a format": (
         {"response_format": {"type": "yaml"}},
-        "response_format",
+        "response_format.type",
         "invalid_request",
     ),
     "a schema's integer": (
