@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -45,6 +46,9 @@ MAX_TOKENS_BOUND = 1 << 31
 
 _EFFORT = "Reasoning Effort: 75 ("
 _PATH = re.compile(r"^\.?((?:messages|input|tools)\b[\w.\[\]]*): ")
+_PARAMETER = re.compile(r"^Invalid (\w+) value, ")
+_STOPS = "Stop string array"
+_TOOLS = ("Invalid tool parameters", "Invalid schema for function")
 
 Json = dict[str, Any]
 
@@ -56,6 +60,11 @@ class Protocol(StrEnum):
     RESPONSES = "responses"
     MESSAGES = "messages"
 
+
+MESSAGES_IN: Mapping[Protocol, str] = MappingProxyType(
+    {protocol: "messages" for protocol in Protocol} | {Protocol.RESPONSES: "input"}
+)
+"""The field that holds a protocol's messages."""
 
 _REQUESTS: dict[Protocol, Any] = {
     Protocol.CHAT_COMPLETIONS: recipe.ChatCompletionRequest,
@@ -202,14 +211,16 @@ class ChatEncoding:
             conversation = _with_format(converted.conversation, wanted)
             rendered = self._renderer.render_conversation(conversation)
         except recipe.ConversionError as error:
-            raise _conversion_error(error) from error
+            raise _conversion_error(error, protocol) from error
         except (ValueError, RuntimeError, RecursionError) as error:
             text = shorten(str(error)).removeprefix("invalid request body: ")
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, "INVALID_REQUEST", text, field="body"
             ) from error
         if rendered.image_sources:
-            raise InvalidArgument("messages", "images are not accepted: the model reads text only")
+            raise InvalidArgument(
+                MESSAGES_IN[protocol], "images are not accepted: the model reads text only"
+            )
         options = converted.parsing_options
         if choice.mode == "none":
             options.parse_tool_calls = False
@@ -540,12 +551,25 @@ def _with_effort(segments: tuple[Segment, ...], effort: int) -> tuple[Segment, .
     return segments
 
 
-def _conversion_error(error: recipe.ConversionError) -> RequestError:
+def _conversion_error(
+    error: recipe.ConversionError, protocol: Protocol
+) -> InvalidArgument | RequestError:
+    """The library's refusal, and the part of the request that it is about."""
     message = str(json.loads(error.body)["error"]["message"])
+    parameter = _PARAMETER.match(message)
+    if parameter is not None:
+        name, said = parameter[1], message[parameter.end() :]
+        if protocol is Protocol.RESPONSES and name == "max_tokens":
+            name = "max_output_tokens"
+        return InvalidArgument(name, said)
+    if message.startswith(_STOPS):
+        field = "stop_sequences" if protocol is Protocol.MESSAGES else "stop"
+        return InvalidArgument(field, f"at most {MAX_STOP_STRINGS} strings are allowed")
     path = _PATH.match(message)
+    field = "tools" if message.startswith(_TOOLS) else MESSAGES_IN[protocol]
     return RequestError(
         ErrorCode.INVALID_ARGUMENT,
         "TEMPLATE_ERROR",
         message if path is None else message[path.end() :],
-        field="messages" if path is None else path[1],
+        field=field if path is None else path[1],
     )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ripresa.cluster.gateway.chat_constraint import constraint_of
-from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Json, Prompt, Protocol
+from ripresa.cluster.gateway.chat_encoding import (
+    MESSAGES_IN,
+    ChatEncoding,
+    Json,
+    Prompt,
+    Protocol,
+)
 from ripresa.cluster.gateway.prefix_breaks import Outline, outline_of
 from ripresa.cluster.gateway.said_turns import OpenTurn, Said, SplicedPrompt, splice
 from ripresa.cluster.gateway.sampling import (
@@ -122,8 +128,9 @@ class ChatReader:
     ) -> tuple[Prompt, SplicedPrompt]:
         """A prompt that leaves room for an answer."""
         prompt = self.encoding.render(body, protocol)
-        check_text_fits(prompt.text, self.model, self.tokenizer, "messages")
+        field = MESSAGES_IN[protocol]
+        check_text_fits(prompt.text, self.model, self.tokenizer, field)
         said = None if options.cache_policy.disable_read else self.said
         spliced = splice(self.encoding, prompt, said, tenant_salt(tenant, options.cache_salt))
-        check_length(len(spliced.token_ids), self.model, "messages")
+        check_length(len(spliced.token_ids), self.model, field)
         return prompt, spliced

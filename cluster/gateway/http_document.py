@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ripresa.cluster.gateway.http_fields import Schema, object_schema
-from ripresa.cluster.gateway.status import ANTHROPIC_TYPES, STATUS
+from ripresa.cluster.gateway.status import ANTHROPIC_TYPES, HTTP_STATUSES, STATUS
 
 _TEXT: Schema = {"type": "string"}
 _OPENAI_ERROR: Schema = {
@@ -52,8 +52,9 @@ def errors(*, anthropic: bool = False) -> dict[int | str, dict[str, Any]]:
     """What any endpoint may answer instead, by HTTP status."""
     schema = _ANTHROPIC_ERROR if anthropic else _OPENAI_ERROR
     content = {"application/json": {"schema": schema}}
-    statuses = sorted({wire.http for wire in STATUS.values()})
-    return {status: {"description": "an error", "content": content} for status in statuses}
+    return {
+        status: {"description": "an error", "content": content} for status in sorted(HTTP_STATUSES)
+    }
 
 
 def documented(

@@ -162,6 +162,7 @@ _CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
 _OWN_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
     "stop": ("stop_sequences",),
+    "logprobs": ("top_logprobs",),
 }
 """What some protocols call a sampling parameter."""
 

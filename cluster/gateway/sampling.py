@@ -165,6 +165,7 @@ def check_ranges(asked: AskedSampling, name: Name) -> None:
             raise InvalidArgument(name(parameter), f"must be {words}, is {value}")
 
     temperature, top_p, top_k = asked.temperature, asked.top_p, asked.top_k
+    require("max_tokens", asked.max_tokens is None or asked.max_tokens >= 1, "at least 1")
     is_fine = temperature is None or (math.isfinite(temperature) and temperature >= 0)
     require("temperature", is_fine, "a finite number of at least 0")
     require("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1")
@@ -226,8 +227,6 @@ def _max_tokens(
     room = model.max_model_len - num_prompt_tokens
     if asked.max_tokens is None:
         return room
-    if asked.max_tokens < 1:
-        raise InvalidArgument(name("max_tokens"), f"must be at least 1, is {asked.max_tokens}")
     if asked.max_tokens > room:
         raise RequestError(
             ErrorCode.INVALID_ARGUMENT,

@@ -99,6 +99,9 @@ _REASONS: Mapping[type[RipresaError], str] = MappingProxyType(
 )
 """Errors of other layers that say more than their code."""
 
+_HTTP: Mapping[str, int] = MappingProxyType({"MESSAGE_TOO_LARGE": 413})
+"""Reasons for which HTTP has a status of their own."""
+HTTP_STATUSES = frozenset((*(wire.http for wire in STATUS.values()), *_HTTP.values()))
 
 _QUOTAS: Mapping[ErrorCode, str] = MappingProxyType({ErrorCode.RESOURCE_EXHAUSTED: "workers"})
 """Whose quota is used up where an error of another layer says that one is."""
@@ -220,7 +223,7 @@ def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict
         "param": None if error.field is None else shorten(error.field, MAX_NAME_BYTES),
         "code": _reason(error).lower(),
     }
-    return wire.http, headers, {"error": body}
+    return _HTTP.get(_reason(error), wire.http), headers, {"error": body}
 
 
 def _reason(error: RipresaError) -> str:
@@ -238,6 +241,7 @@ ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
         403: "permission_error",
         404: "not_found_error",
         409: "invalid_request_error",
+        413: "request_too_large",
         429: "rate_limit_error",
         503: "overloaded_error",
         504: "timeout_error",

@@ -109,6 +109,18 @@ def chat_turn(client: openai.OpenAI, messages: list[Any], stream: bool) -> tuple
     return said, usage
 
 
+def test_the_client_knows_each_answer_by_its_id(
+    scripted: ServedCluster, client: openai.OpenAI
+) -> None:
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    answer = client.chat.completions.create(**ask, extra_headers={"x-request-id": "mine"})
+    assert (answer._request_id, answer.id) == ("mine", "chatcmpl-mine")
+    answer = client.chat.completions.create(**ask)
+    assert answer.id == f"chatcmpl-{answer._request_id}"
+    raw = client.chat.completions.with_raw_response.create(**ask, stream=True)
+    assert {chunk.id for chunk in raw.parse()} == {f"chatcmpl-{raw.request_id}"}
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("echoes", [True, False], ids=["echo", "no_reasoning"])
 def test_chat_completions(

@@ -266,7 +266,7 @@ async def test_a_request_of_ten_megabytes_is_refused_by_its_size(
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         response = await client.post("/v1/completions", json={"prompt": text})
-    assert response.status_code == 400
+    assert response.status_code == 413
     assert "gateway.max_message_bytes" in response.json()["error"]["message"]
     assert not router.seen
 

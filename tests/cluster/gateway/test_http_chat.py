@@ -415,7 +415,16 @@ async def test_messages_names_the_content_it_does_not_serve(
     ("path", "fields", "param"),
     [
         ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/messages", {"max_tokens": 0}, "max_tokens"),
         ("/v1/messages", {"max_tokens": 5, "stop_sequences": [""]}, "stop_sequences[0]"),
+        ("/v1/messages/count_tokens", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/messages/count_tokens", {"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"temperature": 9}, "temperature"),
+        ("/v1/responses", {"top_p": 0}, "top_p"),
+        ("/v1/responses", {"input": []}, "input"),
+        ("/v1/responses", {"input": "ab " * 9000}, "input"),
         ("/v1/responses", {"max_output_tokens": 100_000}, "max_output_tokens"),
     ],
 )
@@ -466,6 +475,21 @@ async def test_other_refusals(
         )
 
 
+async def test_a_body_that_is_too_large(
+    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, router: InProcessRouter
+) -> None:
+    messages: Any = [{"role": "user", "content": "a" * 100_000}]
+    with pytest.raises(openai.APIStatusError) as large:
+        await client.chat.completions.create(**ask(messages=messages))
+    assert (large.value.status_code, large.value.code) == (413, "message_too_large")
+    assert "gateway.max_message_bytes" in large.value.message
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        await claude.messages.create(model=MODEL, max_tokens=5, messages=messages)
+    assert refused.value.status_code == 413
+    assert refused.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
+    assert router.seen == []
+
+
 async def test_a_stream_that_fails_says_so_and_ends_without_done(
     client: openai.AsyncOpenAI, raw: httpx.AsyncClient, router: InProcessRouter, scripted: list[int]
 ) -> None:
@@ -511,6 +535,24 @@ async def test_an_id_in_use_is_named_by_its_header(
     assert (await first).status_code == 200
 
 
+async def test_the_client_knows_each_answer_by_its_id(
+    client: openai.AsyncOpenAI, router: InProcessRouter, scripted: list[int]
+) -> None:
+    answer = await client.chat.completions.create(**ask())
+    assert answer._request_id == router.seen[0].request_id
+    response = await client.responses.create(model=MODEL, input="Hi")
+    assert response._request_id == router.seen[1].request_id
+    raw_stream = await client.chat.completions.with_raw_response.create(**ask(stream=True))
+    assert raw_stream.request_id == router.seen[2].request_id
+    stream = raw_stream.parse()
+    assert stream.response.headers["x-request-id"] == raw_stream.request_id
+    async for chunk in stream:
+        assert chunk.id == f"chatcmpl-{raw_stream.request_id}"
+    mine = {"x-request-id": "mine"}
+    named = await client.chat.completions.create(**ask(extra_headers=mine))
+    assert named._request_id == "mine"
+
+
 async def test_request_ids(raw: httpx.AsyncClient, router: InProcessRouter) -> None:
     router.script = (*encode_output("Hm.</think>Yes."), EOS)
     mine = await raw.post("/v1/chat/completions", json=ask(), headers={"x-request-id": "mine"})
@@ -525,8 +567,8 @@ async def test_request_ids(raw: httpx.AsyncClient, router: InProcessRouter) -> N
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[1]", b"\xff", b"[" * 90_000, b'{"messages": ["\\ud800"]}', b"x" * 200_000],
-    ids=["empty", "cut", "list", "not_utf8", "deep", "surrogate", "large"],
+    [b"", b"{", b"[1]", b"\xff", b"[" * 90_000, b'{"messages": ["\\ud800"]}'],
+    ids=["empty", "cut", "list", "not_utf8", "deep", "surrogate"],
 )
 @pytest.mark.parametrize(
     "path",
@@ -536,6 +578,13 @@ async def test_bodies_that_are_none(raw: httpx.AsyncClient, path: str, content: 
     response = await raw.post(path, content=content)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/tokenize"])
+async def test_bodies_that_are_too_large(raw: httpx.AsyncClient, path: str) -> None:
+    response = await raw.post(path, content=b"x" * 200_000)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "message_too_large"
 
 
 async def test_unknown_paths_and_methods(raw: httpx.AsyncClient) -> None:
