@@ -98,6 +98,7 @@ def build_app(config: ClusterConfig) -> Application:
         max_message_bytes=gateway.max_message_bytes,
         max_running=gateway.max_running,
         max_queue_s=gateway.max_queue_time_s,
+        keep_streams_s=config.decoders.keep_streams_s,
         max_said_tokens=gateway.max_said_tokens,
         drain_grace_s=gateway.drain_grace_s,
         default_tail=config.default_tail,

@@ -71,6 +71,7 @@ class GatewayStart:
     max_message_bytes: int
     max_running: int
     max_queue_s: float
+    keep_streams_s: float
     max_said_tokens: int
     drain_grace_s: float
     default_tail: TailVariant
@@ -144,6 +145,7 @@ class Gateway:
             max_message_bytes=start.max_message_bytes,
             max_running=start.max_running,
             max_queue_s=start.max_queue_s,
+            keep_streams_s=start.keep_streams_s,
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
             keys=keys,

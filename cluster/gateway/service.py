@@ -15,6 +15,7 @@ from typing import Protocol as TypingProtocol
 from typing import TypeVar
 
 from ripresa.cluster.gateway.admission import Admission
+from ripresa.cluster.gateway.answered_requests import AnsweredRequests
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
@@ -69,6 +70,7 @@ from ripresa.workers.request import StreamTicket
 
 T = TypeVar("T")
 M = TypeVar("M")
+R = TypeVar("R", pb.GenerateResponse, pb.ChatResponse)
 
 
 class Asked(TypingProtocol):
@@ -100,6 +102,7 @@ class InferenceService:
         max_message_bytes: largest HTTP body; the gRPC server has its own setting.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         max_queue_s: how long requests that do not say it wait while every worker is full.
+        keep_streams_s: how long workers keep streams that have ended.
         transfer_backend: what moves state between workers, for the metrics.
         tokenizer_threads: most calls that tokenize at once; further ones queue.
         keys: who the tenants are; None takes every request, of no tenant.
@@ -123,6 +126,7 @@ class InferenceService:
         max_message_bytes: int = 4 << 20,
         max_running: int = 1024,
         max_queue_s: float = 0.0,
+        keep_streams_s: float = 60.0,
         transfer_backend: str = "gloo",
         tokenizer_threads: int = 2,
         keys: KeyFile | None = None,
@@ -136,6 +140,7 @@ class InferenceService:
         self._said = SaidTurns(max_said_tokens)
         self._exchange: SaidExchange | None = None
         self._conversations = Conversations(clock)
+        self._answered = AnsweredRequests(keep_streams_s, clock)
         self._window = window
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
@@ -225,7 +230,8 @@ class InferenceService:
         def origin(asked: AskedText, start_time: float) -> StreamOrigin:
             return StreamOrigin.of(request, asked.prompts, call, start_time)
 
-        async with aclosing(self.stream(read, tell, call, origin=origin)) as responses:
+        stream = self.stream(read, tell, call, origin=origin)
+        async with aclosing(self._once(request, call, stream, _generated)) as responses:
             async for response in responses:
                 yield response
 
@@ -261,7 +267,8 @@ class InferenceService:
 
         tell = partial(self.chat_teller, request.return_token_ids, heard)
         stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
-        async with aclosing(self.kept(stream, place, heard)) as responses:
+        stream = self.kept(stream, place, heard)
+        async with aclosing(self._once(request, call, stream, _chatted)) as responses:
             async for response in responses:
                 yield response
 
@@ -296,6 +303,36 @@ class InferenceService:
             self.metrics.resumed(error.code)
             raise
         self.metrics.resumed(None)
+
+    async def _once(
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        call: Call,
+        fresh: AsyncGenerator[R],
+        told: Callable[[pb.ResumeResponse], R],
+    ) -> AsyncGenerator[R]:
+        """What the request was answered a moment ago, or a fresh answer if that is not kept.
+
+        Raises:
+            RipresaError: ALREADY_EXISTS (its id named another request), or what ends the stream.
+        """
+        is_told = False
+        async with aclosing(fresh):
+            stream_id = self._answered.find(request, call)
+            if stream_id is not None:
+                kept = self.resume(pb.ResumeRequest(stream_id=stream_id), call)
+                try:
+                    async with aclosing(kept):
+                        async for message in kept:
+                            is_told = True
+                            yield told(message)
+                except RequestError as error:
+                    if is_told or error.reason not in ("STREAM_NOT_FOUND", "WORKER_LOST"):
+                        raise
+            if not is_told:
+                async with aclosing(self._answered.noting(fresh, request, call)) as responses:
+                    async for response in responses:
+                        yield response
 
     def text_teller(
         self, return_token_ids: bool, asked: AskedText, facts: StreamFacts
@@ -548,6 +585,14 @@ class InferenceService:
                 ErrorCode.DEADLINE_EXCEEDED,
                 "the deadline passed before the text was tokenized; allow more time, or try again",
             ) from error
+
+
+def _generated(message: pb.ResumeResponse) -> pb.GenerateResponse:
+    return message.generate
+
+
+def _chatted(message: pb.ResumeResponse) -> pb.ChatResponse:
+    return message.chat
 
 
 def _kept_under(prompt: PromptRequest, ticket: StreamTicket) -> PromptRequest:

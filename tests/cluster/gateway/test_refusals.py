@@ -263,8 +263,13 @@ async def test_a_running_request_id_is_taken(stub: Any, router: Any) -> None:
     assert [each.field for each in found["BadRequest"].field_violations] == ["options.request_id"]
     router.hold.set()
     assert (await collect(running))[-1].HasField("completed")
-    again = stub.Generate(text(pb.SamplingParams(max_tokens=1), request_id="twin"))
+    # The router keeps no streams, so the same request runs again.
+    again = stub.Generate(text(pb.SamplingParams(max_tokens=2), request_id="twin"))
     assert (await collect(again))[-1].HasField("completed")
+    other = stub.Generate(text(pb.SamplingParams(max_tokens=1), request_id="twin"))
+    error, found = await refusal(other)
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert found["ErrorInfo"].reason == "REQUEST_ID_IN_USE"
 
 
 async def test_one_too_many_is_refused_with_a_hint(stub: Any, router: Any) -> None:

@@ -106,6 +106,55 @@ async def test_a_stream_goes_on_from_every_message(name: str) -> None:
         )
 
 
+def named(request: Request, request_id: str = "mine") -> Request:
+    copy = type(request)()
+    copy.CopyFrom(request)  # type: ignore[arg-type]
+    copy.options.request_id = request_id
+    return copy
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_a_request_that_is_sent_again_runs_once(name: str) -> None:
+    request, answers = SCENARIOS[name]
+    async with resumable_gateways(answers) as gateways:
+        gateway = gateways.another()
+        told = await gateway.ask(named(request))
+        num_run = len(gateways.asked)
+        assert await gateway.ask(named(request)) == untimed(told)
+        assert len(gateways.asked) == num_run
+        other = named(request)
+        other.sampling.seed += 1
+        with pytest.raises(RequestError, match="use another id") as caught:
+            await gateway.ask(other)
+        assert (caught.value.code, caught.value.reason, caught.value.field) == (
+            ErrorCode.ALREADY_EXISTS,
+            "REQUEST_ID_IN_USE",
+            "options.request_id",
+        )
+        assert len(gateways.asked) == num_run
+        await gateway.ask(named(request, "another"))
+        assert len(gateways.asked) == 2 * num_run
+
+
+async def test_a_request_that_was_not_answered_runs_again() -> None:
+    """Cancelled before its end, or answered so long ago that no worker keeps the stream."""
+    request, answers = SCENARIOS["text"]
+    async with resumable_gateways(answers, num_decoders=1) as gateways:
+        gateway = gateways.another()
+        async with aclosing(gateway.open(named(request))) as messages:
+            await anext(messages)
+        told = await gateway.ask(named(request))
+        assert told[-1].HasField("completed")
+        assert len(gateways.asked) == 2
+        (worker,) = gateways.cluster.workers_by_id.values()
+        assert worker.streams is not None
+        for stream in tuple(worker.streams._ended):
+            worker.streams._forget(stream)
+        again = await gateway.ask(named(request))
+        assert len(gateways.asked) == 3
+        assert again[0].started.stream_id != told[0].started.stream_id
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("num_encoders", [0, 1])
 async def test_a_stream_outlives_its_gateway(name: str, num_encoders: int) -> None:
