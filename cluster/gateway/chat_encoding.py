@@ -1,7 +1,7 @@
 """How do messages become token ids, and a model's tokens become an answer's parts?
 
 The only file that knows `deepseek_recipe`, which renders DeepSeek-V4.1 prompts and parses what the
-model writes. Three things are done here instead of there:
+model writes. Some things are done here instead of there:
 
 - Encoding goes piece by piece, special tokens by id and all other text as plain text, so that a
   special token's spelling in a message stays text.
@@ -9,6 +9,7 @@ model writes. Three things are done here instead of there:
   `none` leaves the call token to be banned; `required` or a tool's name leaves a constraint.
 - An answer's format may go with tools.
 - A reasoning effort may be a number.
+- A Chat Completions prompt may go on with its last message, or end behind it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ CALLS_OPENING = f"\n\n<{CALL_MARK} calls>\n"
 MAX_STOP_STRINGS = 16
 MAX_TOKENS_BOUND = 1 << 31
 """The library's own bound on `max_tokens`, put out of the way: the model's context is ours."""
+
+_NUM_HEADER_SEGMENTS = 2
+"""`<｜Assistant｜>`, and what opens or closes the reasoning."""
 
 _EFFORT = "Reasoning Effort: 75 ("
 _PATH = re.compile(r"^\.?((?:messages|input|tools)\b[\w.\[\]]*): ")
@@ -86,6 +90,14 @@ class Stage(StrEnum):
     CALLS = "calls"
 
 
+class Ending(StrEnum):
+    """What a prompt ends with."""
+
+    HEADER = "header"  # of the assistant's next turn
+    LAST_MESSAGE = "last message"  # left open
+    NOTHING = "nothing"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A piece of a rendered prompt: one special token, or plain text."""
@@ -125,6 +137,7 @@ class Prompt:
         turns: of the assistant, in the order of their headers; the prompt may open one more.
         protocol: whose request it was.
         begins_in: where the answer starts.
+        continues: the answer goes on with the last of `turns`.
         tool_choice: what is left to be enforced; `auto` where no tool is declared.
         tools: what is declared.
         format: what the text of the answer must be; None for any.
@@ -137,6 +150,7 @@ class Prompt:
     turns: tuple[Turn, ...]
     protocol: Protocol
     begins_in: Stage
+    continues: bool
     tool_choice: ToolChoice
     tools: tuple[Tool, ...]
     format: OutputFormat | None
@@ -198,8 +212,10 @@ class ChatEncoding:
             body["reasoning_effort"] = "high"
         else:
             effort = None
+        ending = _take_ending(body)
         if protocol is Protocol.CHAT_COMPLETIONS and isinstance(body.get("messages"), list):
             body["messages"] = [_as_known_role(message) for message in body["messages"]]
+            ending = _marked(body["messages"], ending)
         if protocol is Protocol.MESSAGES and isinstance(body.get("tools"), list):
             body["tools"] = [_as_own_tool(tool) for tool in body["tools"]]
         try:
@@ -230,11 +246,14 @@ class ChatEncoding:
         tools = _tools(body, converted.conversation)
         if choice.mode == "required":
             _check_choice(choice, {tool.name for tool in tools})
+        if ending is Ending.NOTHING:
+            segments = segments[:-_NUM_HEADER_SEGMENTS]
+            options.thinking_initial_stage = None
         stage = options.thinking_initial_stage
         begins_in = Stage.CONTENT
         if stage is not None and stage.starts_in_reasoning():
             begins_in = Stage.REASONING
-        elif choice.mode == "required" and stage is None:
+        elif choice.mode == "required" and stage is None and ending is not Ending.NOTHING:
             # Nothing precedes the calls: the prompt opens them, and the parser starts inside.
             segments = (*segments, *_split_marks(CALLS_OPENING))
             options.starts_in_tool_calls = True
@@ -244,6 +263,7 @@ class ChatEncoding:
             turns=_turns(converted.conversation),
             protocol=protocol,
             begins_in=begins_in,
+            continues=ending is Ending.LAST_MESSAGE,
             tool_choice=choice if tools else ToolChoice(),
             tools=tools,
             format=wanted,
@@ -520,6 +540,33 @@ def _as_known_role(message: Any) -> Any:
     if isinstance(message, dict) and message.get("role") == "developer":
         return {**message, "role": "system"}
     return message
+
+
+def _take_ending(body: Json) -> Ending:
+    """Remove from a request what its prompt is to end with, and say it; as vLLM's."""
+    adds_header = body.pop("add_generation_prompt", None)
+    if not body.pop("continue_final_message", False):
+        return Ending.NOTHING if adds_header is False else Ending.HEADER
+    if adds_header:
+        raise InvalidArgument(
+            "continue_final_message", "contradicts add_generation_prompt; give one of them"
+        )
+    return Ending.LAST_MESSAGE
+
+
+def _marked(messages: list[Any], ending: Ending) -> Ending:
+    """Leave the last message open where that is asked for, here or by its own `prefix`."""
+    last: Any = messages[-1] if messages else None
+    is_answer = isinstance(last, dict) and last.get("role") == "assistant"
+    if ending is Ending.LAST_MESSAGE:
+        if not is_answer:
+            raise InvalidArgument(
+                "continue_final_message", "only a message of role assistant can go on"
+            )
+        messages[-1] = {**last, "prefix": True}
+    elif is_answer and last.get("prefix") is True:
+        return Ending.LAST_MESSAGE
+    return ending
 
 
 def _as_own_tool(tool: Any) -> Any:

@@ -64,11 +64,13 @@ class _Asked:
     Attributes:
         streams: the answer is a stream of events.
         tells_usage: a Chat Completions stream ends with the usage.
+        returns_ids: Chat Completions tell token ids beside the text, the prompt's too.
     """
 
     chat: AskedChat
     streams: bool
     tells_usage: bool
+    returns_ids: bool
 
     @property
     def prompts(self) -> tuple[PromptRequest, ...]:
@@ -99,6 +101,8 @@ class ChatTeller:
             "model": model,
         }
         self._num_reasoning_tokens = 0
+        self._is_prompt_told = not asked.returns_ids
+        self._untold_ids: list[list[int]] = [[] for _ in parsers]
         self._is_native = asked.chat.prompt.protocol is not Protocol.CHAT_COMPLETIONS
 
     def started(self) -> list[Message]:
@@ -111,6 +115,7 @@ class ChatTeller:
 
     def deltas(self, choice: int, tokens: Tokens) -> list[Message]:
         spoken = self._facts.tokens(choice, tokens)
+        self._untold_ids[choice] += tokens.token_ids
         logprobs = [_pair(entry) for entry in tokens.logprobs][: len(spoken)] or None
         return self._told(choice, self._parsers[choice].feed(spoken, logprobs))
 
@@ -121,6 +126,7 @@ class ChatTeller:
         return self._end()
 
     def finished(self, choice: int, finished: Finished) -> list[Message]:
+        self._untold_ids[choice] += self._facts.unstreamed(choice, finished)
         self._facts.finished(choice, finished.num_generated_tokens)
         is_cut = finished.reason is FinishReason.LENGTH
         return self._told(choice, self._parsers[choice].finish(is_cut=is_cut)) + self._end()
@@ -138,9 +144,15 @@ class ChatTeller:
         body = json.loads(chunk.json())
         self._note_reasoning(body)
         (said,) = body["choices"]
-        told: Json = {**self._base, "choices": [{**said, "index": choice}]}
+        said["index"] = choice
+        if self._asked.returns_ids:
+            said["token_ids"], self._untold_ids[choice] = self._untold_ids[choice], []
+        told: Json = {**self._base, "choices": [said]}
         if self._asked.tells_usage:
             told["usage"] = None
+        if not self._is_prompt_told:
+            told["prompt_token_ids"] = self._prompt_ids()
+            self._is_prompt_told = True
         return Message(json.dumps(told, ensure_ascii=False))
 
     def _note_reasoning(self, body: Json) -> None:
@@ -165,7 +177,14 @@ class ChatTeller:
         choices = [{**body["choices"][0], "index": i} for i, body in enumerate(bodies)]
         whole = {**bodies[0], **self._base, "object": "chat.completion", "choices": choices}
         whole |= self._usage()
+        if self._asked.returns_ids:
+            whole["prompt_token_ids"] = self._prompt_ids()
+            for said, token_ids in zip(choices, self._untold_ids, strict=True):
+                said["token_ids"] = token_ids
         return [Message(json.dumps(whole, ensure_ascii=False), is_whole=True)]
+
+    def _prompt_ids(self) -> list[int]:
+        return list(self._asked.prompts[0].token_ids)
 
     def _usage(self) -> Json:
         told = usage(self._facts, self._num_reasoning_tokens)
@@ -247,7 +266,8 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
         chat = reader.read(
             conversation, protocol, options, sampling_of(body), arrival, name_in(body)
         )
-        return _Asked(chat, body.get("stream", False), tells_usage(body))
+        returns_ids = body.get("return_token_ids", False)
+        return _Asked(chat, body.get("stream", False), tells_usage(body), returns_ids)
 
     def tell(asked: _Asked, facts: StreamFacts) -> Teller[Message]:
         encoding, count = reader.encoding, len(asked.prompts)

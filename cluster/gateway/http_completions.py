@@ -43,21 +43,33 @@ from ripresa.workers.request import Finished, Tokens
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An accepted completion."""
+    """An accepted completion.
+
+    Attributes:
+        returns_ids: token ids are told beside the text, the prompt's too.
+    """
 
     prompts: tuple[PromptRequest, ...]
     stop: tuple[str, ...]
     streams: bool
     tells_usage: bool
+    returns_ids: bool
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice so far; `told` and `logprobs` are gathered only for a whole answer."""
+    """One choice so far; `told` and `logprobs` are gathered only for a whole answer.
+
+    Attributes:
+        untold_ids: token ids that no chunk has told.
+        is_begun: a chunk was told.
+    """
 
     text: TextStream
     stops: StopStrings
     told: str = ""
+    untold_ids: list[int] = field(default_factory=list)
+    is_begun: bool = False
     num_chars: int = 0
     logprobs: Json = field(
         default_factory=lambda: {
@@ -97,6 +109,7 @@ class CompletionTeller:
     def deltas(self, choice: int, tokens: Tokens) -> list[Message]:
         spoken = self._facts.tokens(choice, tokens)
         own = self._choices[choice]
+        own.untold_ids += tokens.token_ids
         text = own.text.feed(spoken)
         if self._facts.num_generated(choice) > self._sampling.min_tokens:
             text = own.stops.feed(text)
@@ -109,8 +122,9 @@ class CompletionTeller:
         return self._end(choice, "", "stop")
 
     def finished(self, choice: int, finished: Finished) -> list[Message]:
-        self._facts.finished(choice, finished.num_generated_tokens)
         own = self._choices[choice]
+        own.untold_ids += self._facts.unstreamed(choice, finished)
+        self._facts.finished(choice, finished.num_generated_tokens)
         rest = own.stops.feed(own.text.finish()) + own.stops.finish()
         reason = "stop" if own.stops.matched is not None else str(finished.reason)
         return self._end(choice, rest, reason)
@@ -125,9 +139,10 @@ class CompletionTeller:
             for name, entries in (logprobs or {}).items():
                 own.logprobs[name] += entries
             return []
-        if not text and not logprobs and reason is None:
+        if not text and not logprobs and reason is None and not self._asked.returns_ids:
             return []
         said = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        said |= self._ids(own)
         body = {**self._base, "choices": [said]}
         if self._asked.tells_usage:
             body["usage"] = None
@@ -150,11 +165,22 @@ class CompletionTeller:
                 "text": own.told,
                 "logprobs": None if self._sampling.logprobs is None else own.logprobs,
                 "finish_reason": own.finish_reason,
+                **self._ids(own),
             }
             for index, own in enumerate(self._choices)
         ]
         whole = {**self._base, "choices": choices, **told}
         return [Message(json.dumps(whole, ensure_ascii=False), is_whole=True)]
+
+    def _ids(self, own: _Choice) -> Json:
+        """Token ids that were not told yet, in vLLM's names; nothing if none are asked for."""
+        if not self._asked.returns_ids:
+            return {}
+        ids: Json = {"token_ids": own.untold_ids}
+        if not own.is_begun:
+            ids["prompt_token_ids"] = list(self._asked.prompts[0].token_ids)
+        own.untold_ids, own.is_begun = [], True
+        return ids
 
     def _logprobs(self, own: _Choice, tokens: Tokens) -> Json | None:
         """OpenAI's older shape; offsets count characters that were certain before the token."""
@@ -211,7 +237,8 @@ def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
             sampling = check_sampling(asked, gateway.model, len(token_ids), name_in(body))
             first = prompt_request(options, token_ids, sampling, arrival)
             prompts = choices_of(first, asked.n)
-            return _Asked(prompts, asked.stop, body.get("stream", False), tells_usage(body))
+            streams, returns_ids = body.get("stream", False), body.get("return_token_ids", False)
+            return _Asked(prompts, asked.stop, streams, tells_usage(body), returns_ids)
 
         def tell(asked: _Asked, facts: StreamFacts) -> CompletionTeller:
             response_id = f"cmpl-{call.request_id}"

@@ -60,6 +60,7 @@ _SAMPLING: dict[str, Schema] = {
     "ignore_eos": _BOOLEAN,
     "seed": _INTEGER,
     "n": _INTEGER,
+    "return_token_ids": _BOOLEAN,
 }
 _NO_EFFECT: dict[str, Schema] = {
     "user": _STRING,
@@ -72,6 +73,8 @@ _NO_EFFECT: dict[str, Schema] = {
 CHAT_FIELDS: Mapping[str, Schema] = {
     "model": _STRING,
     "messages": _OBJECTS,
+    "add_generation_prompt": _BOOLEAN,
+    "continue_final_message": _BOOLEAN,
     "tools": _OBJECTS,
     "tool_choice": _CHOICE,
     "thinking": _OBJECT,
@@ -148,6 +151,7 @@ _CONVERSATION: Mapping[Protocol, tuple[str, ...]] = {
     Protocol.CHAT_COMPLETIONS: (
         *("messages", "tools", "tool_choice", "thinking", "reasoning_effort"),
         *("response_format", "parallel_tool_calls", "stop", "logprobs", "top_logprobs"),
+        *("add_generation_prompt", "continue_final_message"),
     ),
     Protocol.MESSAGES: (
         *("messages", "system", "tools", "tool_choice", "thinking"),

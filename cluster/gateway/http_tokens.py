@@ -16,7 +16,10 @@ from ripresa.cluster.gateway.service import InferenceService
 from ripresa.workers.errors import InvalidArgument
 
 _MODEL = {"model": CHAT_FIELDS["model"]}
-_CONVERSATION = ("messages", "tools", "tool_choice", "thinking", "reasoning_effort")
+_CONVERSATION = (
+    *("messages", "tools", "tool_choice", "thinking", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 TOKENIZE_FIELDS = {
     **_MODEL,
     "prompt": {"type": "string"},

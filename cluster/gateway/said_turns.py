@@ -156,7 +156,8 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
         turn = prompt.turns[len(turns)]
         what = what_is_said(turn)
         turns.append(EarlierTurn(len(token_ids) - 1, what, bool(turn.calls)))
-        found = None if said is None else said.find(_key(digest.digest(), what))
+        is_open = prompt.continues and len(turns) == len(prompt.turns)
+        found = None if said is None or is_open else said.find(_key(digest.digest(), what))
         if found is not None:
             token_ids += found
             num_spliced += 1

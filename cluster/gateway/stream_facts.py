@@ -19,7 +19,7 @@ from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.prefix_sources import HitTier, PrefixOutcome
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
-from ripresa.workers.request import FinishReason, TokenLogprobs, Tokens
+from ripresa.workers.request import Finished, FinishReason, TokenLogprobs, Tokens
 
 TAIL: Mapping[TailVariant, pb.TailVariant.ValueType] = MappingProxyType(
     {tail: pb.TailVariant.Value(f"TAIL_VARIANT_{tail.name}") for tail in TailVariant}
@@ -160,6 +160,13 @@ class StreamFacts:
     def finished(self, choice: int, num_generated_tokens: int) -> None:
         """A choice is over by itself; it counts a stop token that was not streamed."""
         self._num_tokens[choice] = num_generated_tokens
+
+    def unstreamed(self, choice: int, finished: Finished) -> list[int]:
+        """The stop token that ended a choice, unless it was streamed; to be asked before `finished`
+        hears of the end."""
+        if finished.num_generated_tokens == self._num_tokens[choice]:
+            return []
+        return [] if finished.stop_token_id is None else [finished.stop_token_id]
 
     def completed(self, num_reasoning_tokens: int = 0) -> pb.Completed:
         recipe = self._require_recipe()

@@ -154,6 +154,77 @@ async def test_a_stream_without_usage_has_none(raw: httpx.AsyncClient, scripted:
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
 
 
+async def test_token_ids(
+    client: openai.AsyncOpenAI, router: InProcessRouter, scripted: list[int]
+) -> None:
+    """In vLLM's names; the stream's pieces are the whole answer's, what is held back included."""
+    asked = ask(n=2, seed=3, extra_body={"return_token_ids": True})
+    whole = (await client.chat.completions.create(**asked)).model_dump()
+    assert whole["prompt_token_ids"] == list(router.seen[0].token_ids)
+    assert [choice["token_ids"] for choice in whole["choices"]] == [[*scripted, EOS]] * 2
+    told: dict[int, list[int]] = {0: [], 1: []}
+    prompts = []
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        body = chunk.model_dump()
+        prompts += [body["prompt_token_ids"]] if "prompt_token_ids" in body else []
+        for choice in body["choices"]:
+            told[choice["index"]] += choice["token_ids"]
+    assert list(told.values()) == [[*scripted, EOS]] * 2
+    assert prompts == [whole["prompt_token_ids"]]
+
+
+OPEN = [*OSLO, {"role": "assistant", "content": "It is", "reasoning_content": "Cold."}]
+
+
+async def test_the_last_message_goes_on(
+    client: openai.AsyncOpenAI, router: InProcessRouter, demo: Tokenizer
+) -> None:
+    router.script = (*encode_output(" -3 C."), EOS)
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    for extra in (goes_on, {"continue_final_message": True}):
+        answer = await client.chat.completions.create(
+            **ask(tools=[], messages=OPEN, extra_body=extra)
+        )
+        assert answer.choices[0].message.content == " -3 C."
+        assert demo.decode(router.seen[-1].token_ids).endswith("Cold.</think>It is")
+    thinking = [OSLO[0], {"role": "assistant", "content": "", "reasoning_content": "Hm"}]
+    router.script = (*encode_output("m.</think>Cold."), EOS)
+    answer = await client.chat.completions.create(
+        **ask(tools=[], messages=thinking, extra_body=goes_on)
+    )
+    assert answer.choices[0].message.reasoning_content == "m."  # type: ignore[attr-defined]
+    assert answer.choices[0].message.content == "Cold."
+    assert demo.decode(router.seen[-1].token_ids).endswith("<think>Hm")
+
+
+async def test_an_answer_that_goes_on_is_not_one_that_ended(
+    client: openai.AsyncOpenAI, router: InProcessRouter, demo: Tokenizer
+) -> None:
+    """What the model said stands in for a turn that is closed, and not for one left open."""
+    router.script = (*encode_output("Cold.</think>It is"), EOS)
+    await client.chat.completions.create(**ask(tools=[]))
+    router.script = (*encode_output(" -3 C."), EOS)
+    extra = {"continue_final_message": True}
+    await client.chat.completions.create(**ask(tools=[], messages=OPEN, extra_body=extra))
+    assert demo.decode(router.seen[-1].token_ids).endswith("Cold.</think>It is")
+
+
+async def test_a_prompt_without_a_header(
+    client: openai.AsyncOpenAI, raw: httpx.AsyncClient, router: InProcessRouter, demo: Tokenizer
+) -> None:
+    router.script = (*encode_output("Oslo, in Norway"), EOS)
+    extra = {"add_generation_prompt": False}
+    answer = await client.chat.completions.create(**ask(extra_body=extra))
+    assert answer.choices[0].message.content == "Oslo, in Norway"
+    assert demo.decode(router.seen[-1].token_ids).endswith("<｜User｜>Weather in Oslo?")
+    body = {"messages": OSLO, "tools": [GET_WEATHER], **extra}
+    rendered = (await raw.post("/tokenize", json=body)).json()["tokens"]
+    assert rendered == list(router.seen[-1].token_ids)
+    body = {"messages": OPEN, "continue_final_message": True}
+    rendered = (await raw.post("/tokenize", json=body)).json()["tokens"]
+    assert demo.decode(rendered).endswith("</think>It is")
+
+
 async def test_choices_interleave(client: openai.AsyncOpenAI, router: InProcessRouter) -> None:
     router.script = (*encode_output("Hm.</think>Yes."), EOS)
     answer = await client.chat.completions.create(**ask(n=3))
@@ -317,6 +388,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             ]
         },
         "messages[0].content[0].type",
+        "invalid_request",
+    ),
+    "both endings": (
+        {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+        "continue_final_message",
+        "invalid_request",
+    ),
+    "a question that goes on": (
+        {"extra_body": {"continue_final_message": True}},
+        "continue_final_message",
         "invalid_request",
     ),
     "session": ({"extra_body": {"session_id": "s" * 1025}}, "session_id", "invalid"),

@@ -167,3 +167,27 @@ async def test_chat_of_a_model_without_its_tokens_is_refused(client: openai.Asyn
             model="tiny", messages=[{"role": "user", "content": "hi"}]
         )
     assert json.loads(caught.value.response.text)["error"]["code"] == "chat_unavailable"
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+async def test_token_ids(
+    client: openai.AsyncOpenAI, router: InProcessRouter, spelled: str, batch: int
+) -> None:
+    """In vLLM's names; the stream's pieces are the whole answer's, those without text included."""
+    router.batch = batch
+    asked = ask(n=2, seed=3, max_tokens=len(router.script), extra_body={"return_token_ids": True})
+    whole = (await client.completions.create(**asked)).model_dump()
+    prompt = list(router.seen[0].token_ids)
+    for choice in whole["choices"]:
+        assert choice["prompt_token_ids"] == prompt
+        assert choice["token_ids"] == list(router.script)
+    told: dict[int, list[int]] = {0: [], 1: []}
+    prompts = []
+    async for chunk in await client.completions.create(**asked, stream=True):
+        (piece,) = chunk.model_dump()["choices"]
+        told[piece["index"]] += piece["token_ids"]
+        prompts += [piece["prompt_token_ids"]] if "prompt_token_ids" in piece else []
+    assert list(told.values()) == [choice["token_ids"] for choice in whole["choices"]]
+    assert prompts == [prompt, prompt]
+    plain = await client.completions.create(**ask())
+    assert "token_ids" not in plain.choices[0].model_dump()
