@@ -76,7 +76,7 @@ def url(scripted: ServedCluster) -> str:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=600) as client:
         yield client
 
 
@@ -177,7 +177,7 @@ def test_messages(scripted: ServedCluster, url: str) -> None:
     ]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     names: list[str] = []
-    with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
         while True:
             answer: Any = client.messages.create(
                 model=MODEL, max_tokens=300, messages=messages, tools=tools
