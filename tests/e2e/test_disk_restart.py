@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
+from noise_checkpoint import noise_checkpoint
 from served_cluster import ServedCluster, eventually, kill
 
 from ripresa.cluster.client import Client
@@ -13,7 +13,6 @@ from ripresa.cluster.gateway.recording import recording_of
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import Numerics
-from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.recording import Recording
 from ripresa.workers.reproduce import check_comparable, load_for, reproduce
 
@@ -77,10 +76,10 @@ def test_killed_workers_have_95_percent_of_their_hits(on_disk: ServedCluster) ->
     for recording, cache in answers:
         segments = [(s.tier, s.start_token, s.num_tokens) for s in cache.segments]
         assert segments == [(pb.CACHE_TIER_DISK, 0, recording.recipe.start)]
-    folder = demo_checkpoint()
+    folder = noise_checkpoint()
     runner = load_for(
         max(restarted, key=lambda r: len(r.token_ids)),
-        Path(folder),
+        folder,
         Numerics.DETERMINISTIC,
         KVFormat.PACKED,
         False,

@@ -1,4 +1,4 @@
-"""How does a real HTTP client meet a gateway with the demo model behind it, all in this process?"""
+"""How does a real HTTP client meet a gateway with an engine behind it, all in this process?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from engine_router import EngineRouter
 from http_gateway import http_gateway
+from noise_checkpoint import noise_checkpoint
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
@@ -15,7 +16,6 @@ from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers.config import EngineConfig, Numerics
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half
 
@@ -23,10 +23,10 @@ MODEL = "deepseek-demo"
 CONFIG = EngineConfig(max_num_seqs=8, num_blocks=64, numerics=Numerics.DETERMINISTIC)
 
 
-def demo_runner() -> TorchModelRunner:
-    """All layers of the demo model, for one engine at a time."""
+def noise_runner() -> TorchModelRunner:
+    """All layers of a model of noise, for one engine at a time."""
     return load_runner(
-        demo_checkpoint(),
+        noise_checkpoint(),
         Half.ALL,
         num_blocks=CONFIG.num_blocks,
         num_slots=CONFIG.max_num_seqs,

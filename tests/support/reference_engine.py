@@ -6,9 +6,10 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 
+from noise_checkpoint import noise_checkpoint
+
 from ripresa.workers.config import EngineConfig, Numerics
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.model_runner import load_runner
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.replay import Recipe, TailVariant, cold_recipe
@@ -49,13 +50,13 @@ class Run:
 
 
 class ReferenceEngine:
-    """The whole demo model in this process; answers one question after the other, from memory if
-    it was asked before."""
+    """A whole model in this process; answers one question after the other, from memory if it was
+    asked before."""
 
     def __init__(self, numerics: Numerics = Numerics.DETERMINISTIC) -> None:
         self.config = EngineConfig(max_num_seqs=16, num_blocks=256, numerics=numerics)
         self.runner = load_runner(
-            demo_checkpoint(),
+            noise_checkpoint(),
             Half.ALL,
             num_blocks=self.config.num_blocks,
             num_slots=self.config.max_num_seqs,

@@ -23,6 +23,7 @@ import ray
 from click.testing import CliRunner
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from noise_checkpoint import noise_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 from reference_engine import Question
@@ -354,12 +355,16 @@ def stopped(worker: WorkerReport) -> Iterator[None]:
 
 @contextmanager
 def served_cluster(*settings: str) -> Iterator[ServedCluster]:
-    """A cluster of its own: folder, ports and processes; `settings` as for `--set`."""
+    """A cluster of its own: folder, ports and processes; `settings` as for `--set`.
+
+    It serves noise; `model.path=null` is the bundled model.
+    """
     temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
     grpc_port, http_port, dashboard_port, metrics_port = free_ports(4)
     config = load_config(
         None,
         [
+            f"model.path={noise_checkpoint()}",
             "admin.port=0",
             f"gateway.grpc_port={grpc_port}",
             f"gateway.http_port={http_port}",

@@ -1,6 +1,6 @@
 """Does a constraint hold through an engine, whatever else happens to its request?
 
-The demo model's weights are random, so whatever fits a grammar here does so for its sake.
+The model's weights are random, so whatever fits a grammar here does so for its sake.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from noise_checkpoint import noise_checkpoint
 
 from ripresa.workers.config import EngineConfig, Numerics
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half
@@ -48,7 +48,7 @@ PROMPT = tuple(Random(4).choices(range(40, 4000), k=120))
 @pytest.fixture(scope="module")
 def runner() -> TorchModelRunner:
     return load_runner(
-        demo_checkpoint(), Half.ALL, num_blocks=NUM_BLOCKS, num_slots=4, numerics=CONFIG.numerics
+        noise_checkpoint(), Half.ALL, num_blocks=NUM_BLOCKS, num_slots=4, numerics=CONFIG.numerics
     )
 
 

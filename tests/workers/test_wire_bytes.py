@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from noise_checkpoint import noise_checkpoint
 
 from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat
 from ripresa.workers.config import EngineConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
-from ripresa.workers.demo.checkpoint import demo_checkpoint
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -114,7 +114,7 @@ def ask(tokens: tuple[int, ...], tail: TailVariant) -> GenerationRequest:
 
 @asynccontextmanager
 async def workers(config: EngineConfig, num_decoders: int = 1) -> AsyncIterator[Workers]:
-    pair = Workers(config, await asyncio.to_thread(demo_checkpoint), num_decoders)
+    pair = Workers(config, await asyncio.to_thread(noise_checkpoint), num_decoders)
     engines = (pair.encoder, *pair.decoders.values())
     for engine in engines:
         await engine.start()

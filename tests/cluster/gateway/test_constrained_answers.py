@@ -1,6 +1,6 @@
 """Do answers keep to schemas, expressions and tools, though the model behind them knows nothing?
 
-Noise in place of a model, or the demo model, whose weights are random: whatever is valid here, its
+Noise in place of a model, or a model whose weights are random: whatever is valid here, its
 constraint has made so.
 """
 
@@ -16,7 +16,7 @@ import anthropic
 import jsonschema
 import openai
 import pytest
-from engine_gateway import demo_runner, engine_gateway
+from engine_gateway import engine_gateway, noise_runner
 from http_gateway import http_gateway
 from llguidance import LLParserLimits
 from noise_router import NoiseRouter
@@ -344,7 +344,7 @@ async def test_a_real_model_keeps_to_a_demanded_call(
     asked = ask(encoding, tools=TOOLS, tool_choice=by_name, seed=2, max_tokens=150)
     hostile = {"type": "regex", "regex": "((a|b){20,300}){20,300}"}
     async with (
-        engine_gateway(demo_runner(), demo, encoding) as url,
+        engine_gateway(noise_runner(), demo, encoding) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
         anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as claude,
     ):

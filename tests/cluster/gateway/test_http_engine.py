@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from chat_support import GET_WEATHER, MARK
-from engine_gateway import MODEL, demo_runner, engine_gateway
+from engine_gateway import MODEL, engine_gateway, noise_runner
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ OFF = {"thinking": {"type": "disabled"}}
 
 @pytest.fixture(scope="module")
 def runner() -> TorchModelRunner:
-    return demo_runner()
+    return noise_runner()
 
 
 @pytest.fixture
