@@ -39,9 +39,11 @@ class CutBatches:
         for sequence, row in enumerate(weights):
             draw = random.Random(f"cuts:{self._seed}:{number}:{rank}:{sequence}").random
             counted = row.nonzero()
-            last = int(counted[-1]) if len(counted) else 0
+            stop = int(counted[-1]) + 1 if len(counted) else 0
             is_cut, in_both = draw() < self._share, draw() < _BOTH_SHARE
             replay = REPLAYS[int(draw() * len(REPLAYS))]
+            # What a cut changes lies within a window behind its boundary.
+            last = stop - self._window
             boundary = _boundary(draw(), replay, last, self._window if in_both else 1)
             if not is_cut or boundary is None:
                 places.append((0, 0, 0))

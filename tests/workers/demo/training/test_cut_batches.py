@@ -78,7 +78,7 @@ def test_boundaries_and_replays_are_those_that_are_served() -> None:
                 assert torch.equal(weights, usual)
                 continue
             boundary = first if not known else int(known)
-            assert boundary == first <= COUNTED
+            assert boundary == first <= COUNTED - WINDOW
             assert boundary - int(decoder) in REPLAYS
             replays[boundary - int(decoder)] += 1
             if known:
@@ -94,7 +94,7 @@ def test_boundaries_and_replays_are_those_that_are_served() -> None:
     assert kinds["both"] == pytest.approx(kinds["decoder"], rel=0.15)
     assert set(replays) == set(REPLAYS)
     assert max(replays.values()) < 1.3 * min(replays.values())
-    assert set(blocks) == set(range(1, 8))
+    assert set(blocks) == set(range(1, 7))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
