@@ -185,7 +185,8 @@ def train_cells(
 
     Each argument is a training's folder or a checkpoint; several AFTER, of different seeds, give
     mean and standard deviation. Of every conversation the answers behind one boundary are read as
-    the reference gives them. `by cut` is what replay adds to the loss, in nats a token.
+    the reference gives them. `by the cut` is what replay adds to the loss, in nats a token, with
+    its 95 % interval over conversations.
 
     \b
     Examples:
@@ -210,7 +211,7 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
     chosen = [every[n * len(every) // num_conversations] for n in range(num_conversations)]
     readings, shown = [], time.monotonic()
     for done, found in enumerate(read_in_processes(folder, chosen, num_processes), 1):
-        readings += found
+        readings.append(found)
         if time.monotonic() - shown >= MAX_PAUSE_S:
             shown = time.monotonic()
             click.echo(f"{folder}: {done} of {num_conversations} conversations", err=True)

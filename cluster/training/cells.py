@@ -18,6 +18,7 @@ from statistics import mean, stdev
 
 import torch
 
+from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
 from ripresa.cluster.training.rendering import Answers, Renderer, Span
 from ripresa.workers.demo.ledger.conversation import Conversation
 from ripresa.workers.demo.training.cut_batches import REPLAYS
@@ -41,6 +42,11 @@ class Way:
 
     half: Half
     replay: int | None
+
+    @property
+    def whole(self) -> Way:
+        """The same answers, read by the whole model."""
+        return Way(self.half, None)
 
 
 WAYS = tuple(Way(half, replay) for half in Half for replay in (None, *REPLAYS))
@@ -67,12 +73,14 @@ class Cell:
 
     Attributes:
         nll: nats a token.
+        added: by the cut, nats a token, with its interval over conversations.
         exact: share of answers of which each token was the likeliest.
     """
 
     num_answers: int
     num_tokens: int
     nll: float
+    added: Estimate
     exact: float
 
 
@@ -127,7 +135,11 @@ def read_answers(
     renderer: Renderer,
     conversations: Iterable[tuple[int, Conversation]],
 ) -> Iterator[list[Reading]]:
-    """The readings of each conversation, with its number; none of one that is too short."""
+    """The readings of each conversation; none of one that is too short.
+
+    Args:
+        conversations: with their numbers, which draw the boundaries.
+    """
     window = model.config.sliding_window
     for number, conversation in conversations:
         answers = renderer.answers(conversation)
@@ -162,42 +174,64 @@ def _cut(boundary: Boundary, way: Way) -> tuple[int, int, int]:
     return start, boundary.block, start
 
 
-def cells(readings: Iterable[Reading]) -> dict[Way, Cell]:
-    """One cell of each way that something was read in."""
-    groups: dict[Way, list[Reading]] = {}
-    for reading in readings:
-        groups.setdefault(reading.way, []).append(reading)
-    return {way: _cell(groups[way]) for way in WAYS if way in groups}
+def cells(conversations: Iterable[Sequence[Reading]]) -> dict[Way, Cell]:
+    """One cell of each way, from the readings of several conversations.
+
+    Raises:
+        InvalidArgument: nothing was read.
+    """
+    read = [readings for readings in conversations if readings]
+    if not read:
+        raise InvalidArgument("--conversations", "all of them are too short; take more")
+    return {way: _cell(way, read) for way in WAYS}
 
 
-def _cell(readings: Sequence[Reading]) -> Cell:
-    num_tokens = sum(reading.num_tokens for reading in readings)
+def _cell(way: Way, conversations: Sequence[Sequence[Reading]]) -> Cell:
+    mine = [[r for r in readings if r.way == way] for readings in conversations]
+    whole = [[r for r in readings if r.way == way.whole] for readings in conversations]
+    losses = [sum(r.losses for r in readings) for readings in mine]
+    added = [loss - sum(r.losses for r in of) for loss, of in zip(losses, whole, strict=True)]
+    counts = [sum(r.num_tokens for r in readings) for readings in mine]
+    is_exact = [r.is_exact for readings in mine for r in readings]
     return Cell(
-        len(readings),
-        num_tokens,
-        sum(reading.losses for reading in readings) / num_tokens,
-        sum(reading.is_exact for reading in readings) / len(readings),
+        len(is_exact),
+        sum(counts),
+        sum(losses) / sum(counts),
+        ratio(added, counts, seed=0),
+        sum(is_exact) / len(is_exact),
     )
 
 
 def cell_table(before: Mapping[Way, Cell], after: Sequence[Mapping[Way, Cell]]) -> Iterator[str]:
     """Lines: the half that begins at the cut, R, and of both models the loss in nats a token, what
-    the cut adds to it, and exact matches; of several fine-tunings mean and standard deviation."""
+    the cut adds to it, and exact matches.
+
+    Behind what is added comes its interval, 95 % of draws of conversations; of several fine-tunings
+    each number is their mean, and behind it is the standard deviation.
+    """
     yield (
-        f"{'cut':17} {'R':>6} {'answers':>7} | {'before':>7} {'by cut':>8} {'match':>6} | "
-        f"{'after':>15} {'by cut':>16} {'match':>13}"
+        f"{'cut':17} {'R':>5} {'answers':>7} | {'before':>7} {'by the cut':>26} {'match':>5} | "
+        f"{'after':>15} {'by the cut':>26} {'match':>12}"
     )
     for way, cell in before.items():
-        whole = Way(way.half, None)
         tuned = [each[way] for each in after]
-        added = [each[way].nll - each[whole].nll for each in after]
         yield (
-            f"{way.half:17} {'exact' if way.replay is None else way.replay:>6} "
+            f"{way.half:17} {'whole' if way.replay is None else way.replay:>5} "
             f"{cell.num_answers:7} | "
-            f"{cell.nll:7.4f} {cell.nll - before[whole].nll:+8.4f} {cell.exact:6.3f} | "
-            f"{_spread([each.nll for each in tuned], '.4f'):>15} {_spread(added, '+.4f'):>16} "
-            f"{_spread([each.exact for each in tuned], '.3f'):>13}"
+            f"{cell.nll:7.4f} {_with_interval(cell.added):>26} {cell.exact:5.3f} | "
+            f"{_spread([each.nll for each in tuned], '.4f'):>15} {_added(tuned):>26} "
+            f"{_spread([each.exact for each in tuned], '.3f'):>12}"
         )
+
+
+def _added(tuned: Sequence[Cell]) -> str:
+    if len(tuned) == 1:
+        return _with_interval(tuned[0].added)
+    return _spread([cell.added.mean for cell in tuned], "+.4f")
+
+
+def _with_interval(estimate: Estimate) -> str:
+    return f"{estimate.mean:+.4f} [{estimate.low:+.4f}, {estimate.high:+.4f}]"
 
 
 def _spread(values: Sequence[float], form: str) -> str:

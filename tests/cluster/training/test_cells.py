@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from ripresa.cluster.evaluation.bootstrap import Estimate
 from ripresa.cluster.training.cells import (
     WAYS,
     Cell,
@@ -95,7 +96,7 @@ def test_every_way_of_reading_is_a_forward_with_its_cut(
     assert boundary is not None
     (readings,) = read_answers(model, renderer, [(SEVERAL, conversation)])
     assert len(readings) == (len(REPLAYS) + 1) * (len(boundary.answers) + 1)
-    found = cells(readings)
+    found = cells([readings])
     assert tuple(found) == WAYS
     token_ids = torch.tensor([answers.token_ids])
     padded = torch.nn.functional.pad(token_ids, (0, -token_ids.shape[1] % WINDOW), value=2)
@@ -149,41 +150,48 @@ def test_an_answer_matches_if_every_token_does(
     assert len(boundary.answers) == 3
     oracle = Oracle(boundary.answers[0].stop)
     (readings,) = read_answers(oracle, renderer, [(SEVERAL, conversation)])  # type: ignore[arg-type]
-    found = cells(readings)
+    found = cells([readings])
     assert found[Way(Half.BOTH, None)].exact == 1.0
     assert found[Way(Half.BOTH, None)].nll < 1e-4
     for replay in REPLAYS:
         assert found[Way(Half.BOTH, replay)].exact == pytest.approx(1 / 3)
 
 
-def cell(nll: float, exact: float) -> Cell:
-    return Cell(4, 40, nll, exact)
+def cell(nll: float, added: float, exact: float) -> Cell:
+    return Cell(4, 40, nll, Estimate(added, added - 0.01, added + 0.02), exact)
 
 
-BEFORE = {Way(Half.BOTH, None): cell(0.5, 0.9), Way(Half.BOTH, 32): cell(0.8, 0.6)}
+BEFORE = {Way(Half.BOTH, None): cell(0.5, 0.0, 0.9), Way(Half.BOTH, 32): cell(0.8, 0.3, 0.6)}
 AFTER = [
-    {Way(Half.BOTH, None): cell(0.52, 0.9), Way(Half.BOTH, 32): cell(0.6, 0.8)},
-    {Way(Half.BOTH, None): cell(0.48, 0.8), Way(Half.BOTH, 32): cell(0.7, 0.7)},
+    {Way(Half.BOTH, None): cell(0.52, 0.0, 0.9), Way(Half.BOTH, 32): cell(0.6, 0.08, 0.8)},
+    {Way(Half.BOTH, None): cell(0.48, 0.0, 0.8), Way(Half.BOTH, 32): cell(0.7, 0.22, 0.7)},
 ]
 
 
-def test_the_table_gives_mean_and_deviation_of_several_seeds() -> None:
-    header, *lines = (line.replace("|", "").split() for line in cell_table(BEFORE, AFTER))
-    assert header[-3:] == ["after", "by", "cut", "match"][-3:]
-    assert lines == [
-        ["encoder", "+", "decoder", "exact", "4", "0.5000", "+0.0000", "0.900",
-         "0.5000", "±0.0283", "+0.0000", "±0.0000", "0.850", "±0.071"],
-        ["encoder", "+", "decoder", "32", "4", "0.8000", "+0.3000", "0.600",
-         "0.6500", "±0.0707", "+0.1500", "±0.0990", "0.750", "±0.071"],
+def test_the_table_gives_intervals_and_the_deviation_of_several_seeds() -> None:
+    _, whole, cut = cell_table(BEFORE, AFTER)
+    assert whole.split("|")[0].split() == ["encoder", "+", "decoder", "whole", "4"]
+    assert cut.replace("|", "").split()[3:] == [
+        "32", "4", "0.8000", "+0.3000", "[+0.2900,", "+0.3200]", "0.600",
+        "0.6500", "±0.0707", "+0.1500", "±0.0990", "0.750", "±0.071",
     ]  # fmt: skip
-    *_, last = cell_table(BEFORE, AFTER[:1])
-    assert last.split()[-3:] == ["0.6000", "+0.0800", "0.800"]
+    *_, alone = cell_table(BEFORE, AFTER[:1])
+    assert alone.split("|")[2].split() == ["0.6000", "+0.0800", "[+0.0700,", "+0.1000]", "0.800"]
 
 
 def test_cells_are_means_over_tokens_and_answers() -> None:
-    way = Way(Half.DECODER, 0)
-    found = cells([Reading(way, 3, 1.5, True), Reading(way, 1, 0.5, False)])
-    assert found == {way: Cell(2, 4, 0.5, 0.5)}
+    whole, cut = Way(Half.DECODER, None), Way(Half.DECODER, 0)
+    first = [Reading(whole, 3, 1.0, True), Reading(cut, 3, 1.5, True)]
+    second = [Reading(whole, 1, 0.5, True), Reading(cut, 1, 0.5, False)]
+    others = [Reading(way, 2, 1.0, True) for way in WAYS if way not in (whole, cut)]
+    found = cells([[*first, *others], [], second + others])
+    assert (found[cut].num_answers, found[cut].num_tokens) == (2, 4)
+    assert (found[cut].nll, found[cut].exact) == (0.5, 0.5)
+    assert found[cut].added.mean == 0.125
+    assert found[cut].added.low <= 0.125 <= found[cut].added.high
+    assert found[whole].added == Estimate(0.0, 0.0, 0.0)
+    with pytest.raises(InvalidArgument, match="too short"):
+        cells([[], []])
 
 
 def test_cells_are_written_with_their_names(tmp_path: Path) -> None:
@@ -191,8 +199,9 @@ def test_cells_are_written_with_their_names(tmp_path: Path) -> None:
     first, second = json.loads((tmp_path / "cells.json").read_text())
     assert first["replay"] is None
     assert second == {
-        "model": "before", "cut": "encoder + decoder", "replay": 32,
-        "num_answers": 4, "num_tokens": 40, "nll": 0.8, "exact": 0.6,
+        "model": "before", "cut": "encoder + decoder", "replay": 32, "num_answers": 4,
+        "num_tokens": 40, "nll": 0.8, "added": {"mean": 0.3, "low": 0.29, "high": 0.32},
+        "exact": 0.6,
     }  # fmt: skip
     with pytest.raises(InvalidArgument, match="cannot be written"):
         write_cells(tmp_path / "nowhere" / "cells.json", {"before": BEFORE})
