@@ -109,10 +109,9 @@ async def run_self_test(asked: Evaluation, echo: Echo) -> bool:
     async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
         chosen = spread(len(conversations), len(conversations), asked.seed)
         renderer = _renderer(asked.folder)
-        limit = 6 * lab.geometry.window
         num_tested = 0
         for number in chosen:
-            (case,) = cases_of(conversations, [number], renderer, lab.geometry, limit)
+            (case,) = cases_of(conversations, [number], renderer, lab.geometry, lab.max_tokens)
             if case.answer is None or case.hit is None:
                 continue
             for check in await self_test(lab, case):
@@ -126,10 +125,7 @@ async def run_self_test(asked: Evaluation, echo: Echo) -> bool:
             if num_tested == _NUM_SELF_TESTED:
                 break
     if not num_tested:
-        raise RipresaError(
-            ErrorCode.FAILED_PRECONDITION,
-            "no conversation is long enough for a hit; name another file of --conversations",
-        )
+        raise _too_short()
     return agrees
 
 
@@ -187,6 +183,8 @@ async def _fill_in(
     every = list(cases_of(conversations, numbers, renderer, lab.geometry, lab.max_tokens))
     stacks = _stacks(lab, asked, conversations, renderer)
     usable = [case for case in every if case.answer is not None or case.hit is not None]
+    if not usable:
+        raise _too_short()
     pace = _Pace(len(usable) + len(stacks) + bool(stacks), echo)
     for case in usable:
         places = {Experiment.ANSWER: case.answer, Experiment.HIT: case.hit}
@@ -244,6 +242,14 @@ def _about(asked: Evaluation, lab: Laboratory, kept: ResultsFile, command: str) 
         f"{torch.__version__}",
     }
     return About(command, facts, lab.geometry.window, lab.anchor_interval)
+
+
+def _too_short() -> RipresaError:
+    return RipresaError(
+        ErrorCode.FAILED_PRECONDITION,
+        "none of the conversations is long enough for a hit; raise --limit, or name another file "
+        "of --conversations",
+    )
 
 
 def _is_equal(difference: float, numerics: Numerics) -> bool:

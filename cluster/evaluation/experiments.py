@@ -227,7 +227,7 @@ class Check:
     difference: float
 
 
-async def self_test(lab: Laboratory, case: Case, num_decoded: int = 24) -> list[Check]:
+async def self_test(lab: Laboratory, case: Case, num_decoded: int = 16) -> list[Check]:
     """Compare what must be equal: bit for bit in deterministic numerics.
 
     Args:

@@ -24,6 +24,7 @@ _HALVES = (
     (Experiment.HIT, "both"),
 )
 """First words of the arms of a chart."""
+_COLD_NLL = "reference nll"
 
 _PAGE = Path(__file__).parent / "page.md"
 """What is said whatever the numbers are."""
@@ -122,7 +123,9 @@ def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterat
         )
         for kind in (SUPERVISED, CONTEXT):
             yield f"### {kind.capitalize()} tokens\n"
-            yield from _token_tables([row for row in rows if row.kind == kind], window)
+            mine = [row for row in rows if row.kind == kind]
+            columns = [*bucket_names(window), ALL]
+            yield from _token_tables(mine, "arm", columns, lambda row: row.bucket)
         yield from _match_tables([m for m in summary.matches if m.experiment == experiment])
     tails = list(_tails(summary.tokens, window))
     if tails:
@@ -136,35 +139,52 @@ def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterat
             "0: an exact prefix, with the trimmed tail.\n"
         )
         yield shown("stack")
-        yield from _token_tables(rows, window, by_kind=True)
+        whole = [row for row in rows if row.bucket == ALL]
+        kinds = [SUPERVISED, CONTEXT]
+        yield from _token_tables(whole, "hits behind one another", kinds, lambda row: row.kind)
     yield from _costs(summary.costs, shown("rows", "seconds"))
 
 
-def _token_tables(rows: Sequence[TokenRow], window: int, *, by_kind: bool = False) -> Iterator[str]:
+def _token_tables(
+    rows: Sequence[TokenRow], first: str, columns: Sequence[str], of: Callable[[TokenRow], str]
+) -> Iterator[str]:
+    """How many tokens there are, then a table a measure: a line an arm.
+
+    Args:
+        first: what the arms are called.
+        columns: in order; those that no row is in are left out.
+        of: a row's column.
+    """
+    columns = [column for column in columns if any(of(row) == column for row in rows)]
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    found = {(row.arm, of(row)): row for row in rows}
+    sizes = {column: next(row for row in rows if of(row) == column) for column in columns}
+    yield _table(
+        ["", *columns],
+        [
+            ["tokens", *[str(sizes[column].num_tokens) for column in columns]],
+            ["conversations", *[str(sizes[column].num_conversations) for column in columns]],
+            ["NLL, cold", *[f"{sizes[c].measures[_COLD_NLL].mean:.3f}" for c in columns]],
+        ],
+    )
     layers = sorted({name for row in rows for name in row.measures if name.startswith(OVERLAP)})
-    head = [
-        *(["boundaries", "tokens of"] if by_kind else ["arm"]),
-        *["distance", "tokens", "conversations", "NLL", "dNLL", "KL", "same top"],
-        *layers,
+    shown: list[tuple[str, str, str, bool]] = [
+        ("dNLL", "difference", ".4f", True),
+        ("KL", "kl", ".2e", False),
+        ("same top", "same top", ".3f", False),
+        *[(layer, layer, ".3f", False) for layer in layers],
     ]
-    order = [*bucket_names(window), ALL]
-    body = []
-    for row in sorted(rows, key=lambda row: order.index(row.bucket)):
-        found = row.measures
-        body.append(
-            [
-                *([row.arm, row.kind] if by_kind else [f"`{row.arm}`"]),
-                *[row.bucket, str(row.num_tokens), str(row.num_conversations)],
-                f"{found['nll'].mean:.3f}",
-                _told(found["difference"], ".4f", signed=True),
-                _told(found["kl"], ".2e"),
-                _told(found["same top"], ".3f"),
-                *[_told(found[layer], ".3f") for layer in layers],
+    for title, name, form, signed in shown:
+        body = []
+        for arm in arms:
+            cells = [found.get((arm, column)) for column in columns]
+            told = [
+                "" if row is None else _told(row.measures[name], form, signed=signed)
+                for row in cells
             ]
-        )
-    if by_kind:
-        body.sort(key=lambda cells: (cells[1], order.index(cells[2])))
-    yield _table(head, body)
+            body.append([f"`{arm}`", *told])
+        yield f"**{title}**\n"
+        yield _table([first, *columns], body)
 
 
 def _match_tables(rows: Sequence[MatchRow]) -> Iterator[str]:

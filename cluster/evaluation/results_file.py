@@ -64,16 +64,17 @@ class ResultsFile:
         try:
             found, *lines = (json.loads(line) for line in whole.splitlines())
             self.results = [_result(line) for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
+            changed = {key for key in {*found, *head} if found.get(key) != head.get(key)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgument(
                 "--out",
                 f"{self.path} holds no results of an evaluation ({error!r}); name another folder",
             ) from error
-        if found != head:
-            differing = sorted(key for key in {*found, *head} if found.get(key) != head.get(key))
+        if changed:
             raise InvalidArgument(
                 "--out",
-                f"{self.path} holds results of another {', '.join(differing)}; name another folder",
+                f"{self.path} holds results of another {', '.join(sorted(changed))}; name another "
+                "folder",
             )
 
     def add(self, result: Result) -> None:

@@ -178,6 +178,7 @@ async def test_the_self_test_compares_hits_and_decoding(lab: Laboratory) -> None
     assert refused.value.code is ErrorCode.FAILED_PRECONDITION
 
 
+@pytest.mark.slow
 async def test_a_self_test_sees_an_arm_that_is_not_exact(
     lab: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

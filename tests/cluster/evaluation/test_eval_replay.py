@@ -1,0 +1,216 @@
+"""Does `ripresa eval replay` measure, go on after a kill, write its page and refuse bad input?"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from tiny_model import tiny_checkpoint
+
+from ripresa.cluster.cli import FAILED, MISUSED, cli
+from ripresa.cluster.evaluation.cases import read_conversations
+from ripresa.cluster.evaluation.experiments import DEPTHS, Experiment
+from ripresa.cluster.evaluation.results_file import FILE as SAMPLES
+from ripresa.cluster.evaluation.results_file import ResultsFile
+from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.errors import ErrorCode, RipresaError
+
+SETTINGS = {"model": "m", "limit": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that reads the demo model's tokens."""
+    folder = tmp_path_factory.mktemp("evaluated") / "model"
+    tiny_checkpoint(folder, vocab_size=4096, engram_compressed_vocab_size=2964)
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    return folder
+
+
+def ripresa(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["eval", "replay", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished evaluation, and its page beside it."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = ripresa(
+        *("--checkpoint", checkpoint, "--out", folder / "out", "--report", folder / "page.md"),
+        *("--limit", 2, "--stacks", 1),
+    )
+    assert result.exit_code == 0, result.output
+    assert "about" in result.stderr
+    assert "min are left" in result.stderr
+    return folder
+
+
+def test_help_teaches() -> None:
+    result = ripresa("--help")
+    assert result.exit_code == 0
+    assert "  ripresa eval replay --self-test" in result.output
+
+
+def test_results_have_every_experiment(finished: Path) -> None:
+    document = json.loads((finished / "out" / "results.json").read_text())
+    assert {row["experiment"] for row in document["tokens"]} == {"answer", "hit", "stack"}
+    assert {row["experiment"] for row in document["costs"]} == {"answer", "stack", "growth"}
+    assert document["worst_exact"] == {"answer": 0.0, "hit": 0.0}
+    for row in document["tokens"]:
+        assert row["num_tokens"] > 0
+        for estimate in row["measures"].values():
+            assert estimate["low"] <= estimate["mean"] <= estimate["high"]
+        if row["arm"] == "exact":
+            assert row["measures"]["kl"]["mean"] == 0
+    stacks = {row["arm"] for row in document["tokens"] if row["experiment"] == "stack"}
+    assert stacks == {str(depth) for depth in DEPTHS}
+
+
+def test_the_page_shows_tables_and_charts_that_exist(finished: Path) -> None:
+    for page in (finished / "page.md", finished / "out" / "report.md"):
+        text = page.read_text()
+        charts = [part.split(")")[0] for part in text.split("](")[1:]]
+        assert len(charts) > 8
+        for chart in charts:
+            ElementTree.parse(page.parent / chart)
+        for name in ("`both 8 layer_exact`", "Which tail", "Exact match", "may be concluded"):
+            assert name in text
+        tables = [line for line in text.splitlines() if line.startswith("|")]
+        assert len(tables) > 60
+        assert not [line for line in tables if "{" in line]
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_what_a_kill_left(checkpoint: Path, finished: Path, tmp_path: Path) -> None:
+    """The same samples come out, but for their times, and what was there is not computed again."""
+    whole = (finished / "out" / SAMPLES).read_bytes().splitlines(keepends=True)
+    torn = tmp_path / SAMPLES
+    torn.write_bytes(b"".join(whole[:3]) + whole[3][:50])
+    asked = ("--checkpoint", checkpoint, "--out", tmp_path, "--limit", 2, "--stacks", 1)
+    result = ripresa(*asked)
+    assert result.exit_code == 0, result.output
+    again = torn.read_bytes().splitlines(keepends=True)
+    assert again[:3] == whole[:3]
+    assert [untimed(line) for line in again] == [untimed(line) for line in whole]
+    before = (tmp_path / "results.json").read_text()
+    result = ripresa(*asked)
+    assert result.exit_code == 0, result.output
+    assert "min are left" not in result.stderr
+    assert (tmp_path / "results.json").read_text() == before
+
+
+def untimed(line: bytes) -> object:
+    document = json.loads(line)
+    for cost in document.get("costs", ()):
+        del cost["seconds"]
+    return document
+
+
+def test_the_self_test_passes(checkpoint: Path) -> None:
+    result = ripresa("--checkpoint", checkpoint, "--self-test")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("conversation")]
+    assert len(lines) == 10
+    assert all(line.endswith("ok") for line in lines)
+
+
+@pytest.mark.slow
+def test_a_self_test_that_fails_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ripresa.cluster.evaluation import experiments
+    from ripresa.cluster.evaluation.arms import hit_arms
+
+    monkeypatch.setattr(experiments, "hit_arms", lambda geometry: hit_arms(geometry)[1:])
+    result = ripresa("--checkpoint", checkpoint, "--self-test")
+    assert result.exit_code == FAILED
+    assert "DIFFERS" in result.output
+
+
+@pytest.mark.slow
+def test_an_arm_that_should_be_exact_and_is_not_fails_the_evaluation(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ripresa.cluster.evaluation import experiments
+    from ripresa.cluster.evaluation.arms import hit_arms
+
+    monkeypatch.setattr(experiments, "hit_arms", lambda geometry: hit_arms(geometry)[1:])
+    result = ripresa("--checkpoint", checkpoint, "--out", tmp_path, "--limit", 2, "--stacks", 0)
+    assert result.exit_code == FAILED
+    assert "nothing of this may be trusted" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), MISUSED, "--out"),
+        (("--out", "{out}", "--limit", "0"), MISUSED, "--limit"),
+        (("--out", "{out}", "--checkpoint", "{missing}"), MISUSED, "config.json"),
+        (("--out", "{out}", "--checkpoint", "{bare}"), MISUSED, "tokenizer.json"),
+        (("--out", "{out}", "--conversations", "{missing}"), MISUSED, "cannot be read"),
+        (("--out", "{out}", "--conversations", "{text}"), MISUSED, "no file of conversations"),
+        (("--out", "{out}", "--conversations", "{other}"), MISUSED, "no file of conversations"),
+        (("--out", "{out}", "--conversations", "{empty}"), MISUSED, "has no conversation"),
+        (("--out", "{text}/below"), FAILED, "name another --out"),
+        (("--out", "{foreign}"), MISUSED, "holds results of another"),
+    ],
+)
+def test_bad_input_is_refused(
+    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare)
+    (bare / "tokenizer.json").unlink()
+    (tmp_path / "text").write_text("no archive")
+    (tmp_path / "other").write_bytes(lzma.compress(b'{"messages": []}\n'))
+    (tmp_path / "empty").write_bytes(lzma.compress(b""))
+    (tmp_path / "foreign").mkdir()
+    head = '{"format": "ripresa replay evaluation", "version": 1, "limit": 7, "seed": 9}\n'
+    (tmp_path / "foreign" / SAMPLES).write_text(head)
+    names = ("out", "missing", "bare", "text", "other", "empty", "foreign")
+    places = {name: str(tmp_path / name) for name in names}
+    given = [argument.format(**places) for argument in arguments]
+    if "--checkpoint" not in given:
+        given += ["--checkpoint", str(checkpoint)]
+    result = ripresa(*given)
+    assert result.exit_code == code, result.output
+    assert said in result.output
+
+
+def test_results_that_are_none_are_refused_and_kept(tmp_path: Path) -> None:
+    samples = tmp_path / SAMPLES
+    for content in (b'{"a": 1}\nnonsense\n', b"[]\n", b'{"a": 1}\n{"experiment": "answer"}\n'):
+        samples.write_bytes(content)
+        with pytest.raises(RipresaError) as refused:
+            ResultsFile(tmp_path, SETTINGS)
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+        assert samples.read_bytes() == content
+    samples.write_bytes(b'{"for')  # a kill while the first line was written
+    assert ResultsFile(tmp_path, SETTINGS).results == []
+    assert ResultsFile(tmp_path, SETTINGS).has(Experiment.HIT, 0) is False
+
+
+def test_a_full_disk_is_told_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ripresa.cluster.evaluation.experiments import Result as Measured
+
+    kept = ResultsFile(tmp_path, SETTINGS)
+    kept.add(Measured(Experiment.HIT, 1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ripresa.cluster.evaluation.results_file.os.fsync", full)
+    with pytest.raises(RipresaError, match="No space left") as refused:
+        kept.add(Measured(Experiment.HIT, 2))
+    assert refused.value.code is ErrorCode.FAILED_PRECONDITION
+    monkeypatch.undo()
+    assert ResultsFile(tmp_path, SETTINGS).has(Experiment.HIT, 1)
+
+
+def test_the_committed_set_is_read_by_default() -> None:
+    assert len(read_conversations(None)) == 500
