@@ -26,6 +26,7 @@ from ripresa.workers.config import (
     MoveConfig,
     Numerics,
     ParkConfig,
+    ShadowConfig,
     WindowConfig,
     WindowPolicy,
 )
@@ -305,6 +306,7 @@ class ClusterConfig:
         moves: how last copies of blocks go to other workers before they are evicted.
         leases: what they keep before all else while a session's tools run.
         disk: where block KV outlives the workers of a machine.
+        shadow: how decode workers hold served answers against exact replay while they are idle.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -318,6 +320,7 @@ class ClusterConfig:
     moves: MoveConfig = field(default_factory=MoveConfig)
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
     directory: PrefixDirectorySettings = field(default_factory=PrefixDirectorySettings)
     sessions: SessionSettings = field(default_factory=SessionSettings)
     planner: PlannerSettings = field(default_factory=PlannerSettings)
@@ -388,6 +391,7 @@ class ClusterConfig:
             moves=self.moves,
             leases=self.leases,
             disk=self.disk,
+            shadow=self.shadow,
             transfer=EngineTransferConfig(
                 max_section_blocks=self.transfer.max_section_blocks,
                 hand_over_window_blocks=self.transfer.hand_over_window_blocks,

@@ -227,6 +227,33 @@ class MoveConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowConfig:
+    """How served answers are held against exact replay; see `replay_shadow.py`.
+
+    Attributes:
+        share: of the tokens served behind a restart, that are scored again, 0 to 1; 0 for none.
+        max_tokens: longest prompt and answer that is; sets aside KV memory of so many tokens.
+        capacity_bytes: most host memory of the distributions that wait to be scored again.
+        max_wait_s: after so many seconds without an idle moment they are dropped.
+    """
+
+    share: float = 0.001
+    max_tokens: int = 32_768
+    capacity_bytes: int = 64 << 20
+    max_wait_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError("shadow.share", f"{self.share} is not between 0 and 1")
+        if self.max_tokens < 1:
+            raise ConfigError("shadow.max_tokens", f"{self.max_tokens} is below 1")
+        if self.capacity_bytes < 0:
+            raise ConfigError("shadow.capacity_bytes", f"{self.capacity_bytes} is below 0")
+        if not 0 < self.max_wait_s < float("inf"):
+            raise ConfigError("shadow.max_wait_s", f"{self.max_wait_s} is no number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One worker's engine.
 
@@ -250,6 +277,7 @@ class EngineConfig:
         leases: what is kept while tools run.
         disk: where block KV outlives the worker.
         moves: how last copies of blocks go to other workers.
+        shadow: how served answers are held against exact replay.
     """
 
     max_batched_tokens: int = 512
@@ -268,6 +296,7 @@ class EngineConfig:
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     moves: MoveConfig = field(default_factory=MoveConfig)
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
 
     def __post_init__(self) -> None:
         for name in (

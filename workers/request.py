@@ -10,6 +10,7 @@ from ripresa.workers.errors import RipresaError
 from ripresa.workers.prefix_sources import PrefixOutcome, PrefixSources
 from ripresa.workers.replay import Recipe, ReplayMode, TailVariant
 from ripresa.workers.scheduling.step_rates import Rates
+from ripresa.workers.shadow_counters import ShadowCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +370,7 @@ class EngineStats:
         moves: last copies that other workers keep.
         leases: what is kept for sessions whose tools run.
         num_sessions: sessions whose states are parked.
+        shadow: how far served answers were from exact replay; its own rows are in no other count.
     """
 
     num_running: int
@@ -391,3 +393,4 @@ class EngineStats:
     moves: MoveCounters = field(default_factory=MoveCounters)
     leases: LeaseCounters = field(default_factory=LeaseCounters)
     num_sessions: int = 0
+    shadow: ShadowCounters = field(default_factory=ShadowCounters)

@@ -7,13 +7,18 @@ Labels take few values, all known at start-up or from the configuration; no requ
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ripresa.cluster.observability.worker_totals import (
     CutShortTotals,
@@ -21,6 +26,7 @@ from ripresa.cluster.observability.worker_totals import (
     LeaseTotals,
     MoveTotals,
     PullTotals,
+    ShadowTotals,
     held_bytes,
 )
 from ripresa.cluster.routing.prompt import Waste
@@ -32,6 +38,12 @@ from ripresa.workers.prefix_sources import HitSegment, HitTier, PullEnd
 from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import FinishReason, WorkCounters
+from ripresa.workers.shadow_counters import (
+    KL_BOUNDS,
+    Divergence,
+    ShadowOutcome,
+    ShadowReference,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -180,7 +192,7 @@ class Series:
         labels: label name -> values known in advance; these exist, at zero, from the start. An
             empty tuple means that the values come from the configuration, as all of the series
             with it do.
-        buckets: upper bounds of a histogram in seconds.
+        buckets: upper bounds of a histogram, in its unit.
     """
 
     name: str
@@ -418,6 +430,34 @@ SESSIONS_ENDED = Series(
     "Sessions that were closed, expired or had to make room, likewise.",
     labels=(("reason", tuple(SessionEnd)),),
 )
+SHADOW_KL = Series(
+    "ripresa_replay_shadow_kl",
+    Kind.HISTOGRAM,
+    "KL(reference || served) in nats, of served tokens behind a bounded replay. Reference `exact` "
+    "restarts nowhere; `repeat` follows the served recipe once more: the noise floor. Of all "
+    "workers: take the largest, not the sum.",
+    labels=(("reference", tuple(ShadowReference)),),
+    buckets=KL_BOUNDS,
+)
+SHADOW_TOP1_AGREEMENT = Series(
+    "ripresa_replay_shadow_top1_agreement",
+    Kind.HISTOGRAM,
+    "1 where the likeliest token is the reference's, else 0, of the same tokens; the sum over the "
+    "count is their share. Likewise of all workers.",
+    labels=(("reference", tuple(ShadowReference)),),
+    buckets=(0.0,),
+)
+SHADOW_TOKENS = Series(
+    "ripresa_replay_shadow_tokens_total",
+    Kind.COUNTER,
+    "Served tokens that were sampled to be scored again, by what became of them, likewise.",
+    labels=(("outcome", tuple(ShadowOutcome)),),
+)
+SHADOW_ROWS = Series(
+    "ripresa_replay_shadow_rows_total",
+    Kind.COUNTER,
+    "Rows of both halves computed to score tokens again; in no other series. Likewise.",
+)
 SERIES = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -458,7 +498,13 @@ SERIES = (
     SESSION_BYTES,
     SAID_TOKENS,
     SESSIONS_ENDED,
+    SHADOW_KL,
+    SHADOW_TOP1_AGREEMENT,
+    SHADOW_TOKENS,
+    SHADOW_ROWS,
 )
+# Histograms that workers fill: the gateway tells their sums.
+WORKER_HISTOGRAMS = (SHADOW_KL, SHADOW_TOP1_AGREEMENT)
 
 
 class RequestState(StrEnum):
@@ -500,12 +546,15 @@ class GatewayMetrics:
         self._leases = LeaseTotals()
         self._moves = MoveTotals()
         self._cut_short = CutShortTotals()
+        self._shadow = ShadowTotals()
         self._clock = clock
         self._counters: dict[Series, Counter] = {}
         self._gauges: dict[Series, Gauge] = {}
         self._histograms: dict[Series, Histogram] = {}
         for series in SERIES:
-            self._register(series)
+            if series not in WORKER_HISTOGRAMS:
+                self._register(series)
+        self.registry.register(_ShadowHistograms(self._shadow))
         for backend in backends:
             self.counter(TRANSFER_BYTES).labels(backend)
 
@@ -559,6 +608,7 @@ class GatewayMetrics:
         self._count_pulls()
         self._count_leases()
         self._count_moves()
+        self._count_shadow()
         self.counter(CUT_SHORT_TOKENS).inc(self._cut_short.take(self._workers()))
         return generate_latest(self.registry)
 
@@ -598,6 +648,13 @@ class GatewayMetrics:
             self.counter(MOVED_BLOCKS).labels(outcome).inc(added[f"num_{outcome}"])
         self.counter(MOVED_BYTES).inc(added["sent_bytes"])
 
+    def _count_shadow(self) -> None:
+        """Bring the series of what workers score again up to date."""
+        outcomes, num_rows = self._shadow.take(self._workers())
+        for outcome, count in outcomes.items():
+            self.counter(SHADOW_TOKENS).labels(outcome).inc(count)
+        self.counter(SHADOW_ROWS).inc(num_rows)
+
     def _register(self, series: Series) -> None:
         names = [name for name, _ in series.labels]
         match series.kind:
@@ -619,6 +676,41 @@ class GatewayMetrics:
                 if len(series.labels) == 1:
                     for value in series.labels[0][1]:
                         counter.labels(value)
+
+
+class _ShadowHistograms(Collector):
+    """The workers' distances as histograms: whole counts, which no `Histogram` takes."""
+
+    def __init__(self, totals: ShadowTotals) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        kl, agreement = (
+            HistogramMetricFamily(
+                series.name, series.documentation, labels=[name for name, _ in series.labels]
+            )
+            for series in WORKER_HISTOGRAMS
+        )
+        for reference, divergence in self._totals.divergences.items():
+            kl.add_metric([reference], *_kl_histogram(divergence))
+            agreement.add_metric([reference], *_agreement_histogram(divergence))
+        yield kl
+        yield agreement
+
+
+Buckets = list[tuple[str, float]]
+"""Upper bounds and how many are at most that, ascending."""
+
+
+def _kl_histogram(divergence: Divergence) -> tuple[Buckets, float]:
+    counts = accumulate(divergence.kl_counts)
+    buckets = zip(map(floatToGoString, (*KL_BOUNDS, math.inf)), counts, strict=True)
+    return list(buckets), divergence.kl_sum
+
+
+def _agreement_histogram(divergence: Divergence) -> tuple[Buckets, float]:
+    num_tokens, num_agreeing = divergence.num_tokens, divergence.num_agreeing
+    return [("0.0", num_tokens - num_agreeing), ("+Inf", num_tokens)], num_agreeing
 
 
 class RequestRecord:

@@ -13,6 +13,12 @@ from ripresa.workers.cache.session_leases import LeaseOutcome
 from ripresa.workers.prefix_sources import PullEnd
 from ripresa.workers.report import WorkerReport
 from ripresa.workers.request import LeaseCounters, MoveCounters, PullCounters
+from ripresa.workers.shadow_counters import (
+    Divergence,
+    ShadowCounters,
+    ShadowOutcome,
+    ShadowReference,
+)
 
 Counts = tuple[tuple[str, int], ...]
 
@@ -92,6 +98,34 @@ class MoveTotals:
             for name in added:
                 added[name] += max(0, getattr(now, name) - getattr(before, name))
         return added
+
+
+class ShadowTotals:
+    """What the workers found by scoring served tokens again, summed.
+
+    Attributes:
+        divergences: of all tokens, by reference.
+    """
+
+    def __init__(self) -> None:
+        self.divergences = dict.fromkeys(map(str, ShadowReference), Divergence())
+        self._newest: dict[str, ShadowCounters] = {}
+
+    def take(self, reports: Iterable[WorkerReport]) -> tuple[dict[str, int], int]:
+        """Tokens by outcome, and rows that they took, that were added since the last call."""
+        outcomes = dict.fromkeys(map(str, ShadowOutcome), 0)
+        num_rows = 0
+        for report in reports:
+            now = report.stats.shadow
+            before = self._newest.get(report.worker_id, ShadowCounters())
+            self._newest[report.worker_id] = now
+            num_rows += max(0, now.num_rows - before.num_rows)
+            _add(outcomes, before.outcomes, now.outcomes)
+            known = dict(before.divergences)
+            for reference, divergence in now.divergences:
+                added = divergence.since(known.get(reference, Divergence()))
+                self.divergences[reference] += added
+        return outcomes, num_rows
 
 
 class CutShortTotals:

@@ -24,9 +24,19 @@ from typing import Any
 import pytest
 import yaml
 
-from ripresa.cluster.observability.metrics import CONTENT_TYPE, GatewayMetrics
+from ripresa.cluster.observability.metrics import (
+    CONTENT_TYPE,
+    TENANT_REFUSALS,
+    TENANT_RUNNING,
+    TENANT_TOKENS,
+    BilledTokens,
+    GatewayMetrics,
+    TenantRefusal,
+)
 from ripresa.workers.errors import ErrorCode
-from ripresa.workers.request import FinishReason, WorkCounters
+from ripresa.workers.report import WorkerKind, WorkerReport
+from ripresa.workers.request import EngineStats, FinishReason, WorkCounters
+from ripresa.workers.shadow_counters import Divergence, ShadowCounters
 
 pytestmark = pytest.mark.long
 
@@ -61,15 +71,33 @@ class Traffic:
     def __init__(self) -> None:
         self._now_s = 0.0
         self._lock = threading.Lock()
-        self.metrics = GatewayMetrics(backends=("gloo",), clock=lambda: self._now_s)
+        self._scored = Divergence()
+        self.metrics = GatewayMetrics(
+            backends=("gloo",), clock=lambda: self._now_s, workers=lambda: [self._report()]
+        )
 
     def scrape(self) -> bytes:
         with self._lock:
+            self._bill("acme")
+            self.metrics.continued(None, gap_s=2.0)
+            self._scored += Divergence.of([0.02, 0.0], [True, False])
             for reason in FinishReason:
                 self._finish(reason)
             for code in ErrorCode:
                 self.metrics.request_started(num_prompt_tokens=3).failed(code)
             return self.metrics.render()
+
+    def _bill(self, tenant: str) -> None:
+        self.metrics.gauge(TENANT_RUNNING).labels(tenant).set(1)
+        for kind in BilledTokens:
+            self.metrics.counter(TENANT_TOKENS).labels(tenant, kind).inc(40)
+        for reason in TenantRefusal:
+            self.metrics.counter(TENANT_REFUSALS).labels(tenant, reason).inc()
+
+    def _report(self) -> WorkerReport:
+        shadow = ShadowCounters(divergences=(("exact", self._scored), ("repeat", self._scored)))
+        stats = EngineStats(0, 0, 1, 1, 0, WorkCounters(), 0, 0, shadow=shadow)
+        return WorkerReport("w", WorkerKind.DECODE, "n", 1, 1, stats)
 
     def _finish(self, reason: FinishReason) -> None:
         request = self.metrics.request_started(num_prompt_tokens=40)
@@ -209,6 +237,10 @@ def test_values_are_what_the_traffic_makes_of_them(prometheus: str) -> None:
     assert value(f"sum(ripresa_transfer_bytes_total) / {finished}") == 9_000
     assert value(f"sum(ripresa_decoder_rows_total) / {finished}") == 100
     assert value("ripresa_num_requests_running") == 0
+    kl = "ripresa_replay_shadow_kl"
+    assert value(f'{kl}_sum{{reference="exact"}} / {kl}_count') == pytest.approx(0.01)
+    agreement = "ripresa_replay_shadow_top1_agreement"
+    assert value(f'{agreement}_sum{{reference="repeat"}} / {agreement}_count') == 0.5
     median = "histogram_quantile(0.5, rate(ripresa_inter_token_latency_seconds_bucket[4s]))"
     assert 0.015 <= value(median) <= 0.03
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ripresa.cluster.observability.metrics import (
     SERIES,
+    WORKER_HISTOGRAMS,
     GatewayMetrics,
     Kind,
     RequestRecord,
@@ -33,6 +34,7 @@ from ripresa.workers.request import (
     PullCounters,
     WorkCounters,
 )
+from ripresa.workers.shadow_counters import KL_BOUNDS, Divergence, ShadowCounters
 
 RECIPE = Recipe(PlanKind.BOUNDED, 2, 2, 4, (4,), 5, TailVariant.FLOORED, 0)
 
@@ -87,7 +89,9 @@ def test_names_follow_the_conventions() -> None:
     for series in SERIES:
         assert re.fullmatch(r"ripresa_[a-z0-9_]+", series.name)
         assert series.name.endswith("_total") == (series.kind is Kind.COUNTER)
-        assert (series.kind is Kind.HISTOGRAM) == series.name.endswith("_seconds")
+        # Those that count no seconds say what they count in their documentation.
+        is_timed = series.kind is Kind.HISTOGRAM and series not in WORKER_HISTOGRAMS
+        assert is_timed == series.name.endswith("_seconds")
         assert list(series.buckets) == sorted(set(series.buckets))
         assert bool(series.buckets) == (series.kind is Kind.HISTOGRAM)
 
@@ -96,7 +100,7 @@ def test_labels_take_few_values() -> None:
     labels = {name: values for series in SERIES for name, values in series.labels}
     assert set(labels) == {
         *("finish_reason", "code", "backend", "phase", "source", "kind", "direction", "reason"),
-        *("outcome", "operation", "end", "tenant"),
+        *("outcome", "operation", "end", "tenant", "reference"),
     }
     assert all(len(values) <= 16 for values in labels.values())
 
@@ -231,6 +235,70 @@ def test_moves_are_summed_over_the_lives_of_all_workers() -> None:
     read = samples(metrics)
     assert read["ripresa_moved_blocks_total", "moved"] == 4
     assert read["ripresa_moved_block_bytes_total",] == 75
+
+
+KL, AGREEMENT = "ripresa_replay_shadow_kl", "ripresa_replay_shadow_top1_agreement"
+
+
+def test_what_is_scored_again_is_summed_over_the_lives_of_all_workers() -> None:
+    def scoring(worker_id: str, exact: Divergence, repeat: Divergence) -> WorkerReport:
+        told = report(worker_id, "n", None)
+        found = ShadowCounters(
+            (("scored", exact.num_tokens), ("busy", 2)),
+            (("exact", exact), ("repeat", repeat)),
+            num_rows=100,
+        )
+        return replace(told, stats=replace(told.stats, shadow=found))
+
+    first = Divergence.of([0.0, 0.02, 5.0], [True, True, False])
+    second = Divergence.of([0.5], [True])
+    still = Divergence.of([0.0] * 3, [True] * 3)
+    reports = [scoring("a", first, still), scoring("b", second, Divergence.of([0.0], [True]))]
+    metrics = GatewayMetrics(workers=lambda: reports)
+    for _ in range(2):
+        read = samples(metrics)
+        assert read[f"{KL}_count", "exact"] == read[f"{KL}_count", "repeat"] == 4
+        assert read[f"{KL}_sum", "exact"] == pytest.approx(5.52)
+        assert read[f"{KL}_sum", "repeat"] == 0
+        assert [
+            read[f"{KL}_bucket", bound, "exact"] for bound in ("1e-06", "0.03", "1.0", "+Inf")
+        ] == [1, 2, 3, 4]
+        assert read[f"{AGREEMENT}_sum", "exact"] == 3
+        assert read[f"{AGREEMENT}_count", "exact"] == 4
+        assert read[f"{AGREEMENT}_bucket", "0.0", "exact"] == 1
+        assert read["ripresa_replay_shadow_tokens_total", "scored"] == 4
+        assert read["ripresa_replay_shadow_tokens_total", "busy"] == 4
+        assert read["ripresa_replay_shadow_tokens_total", "failed"] == 0
+        assert read["ripresa_replay_shadow_rows_total",] == 200
+    # One goes, one comes, one goes on.
+    reports[:] = [
+        scoring("c", second, second),
+        scoring("b", second + second, second),
+    ]
+    read = samples(metrics)
+    assert read[f"{KL}_count", "exact"] == 6
+    assert read[f"{KL}_sum", "exact"] == pytest.approx(6.52)
+    assert read["ripresa_replay_shadow_tokens_total", "scored"] == 6
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans())))
+def test_every_token_is_in_one_bucket_at_most_that_far(found: list[tuple[float, bool]]) -> None:
+    divergence = Divergence.of((kl for kl, _ in found), (agrees for _, agrees in found))
+    metrics = GatewayMetrics(
+        workers=lambda: [
+            replace(
+                told := report("a", "n", None),
+                stats=replace(
+                    told.stats, shadow=ShadowCounters(divergences=(("exact", divergence),))
+                ),
+            )
+        ]
+    )
+    read = samples(metrics)
+    for bound in KL_BOUNDS:
+        at_most = sum(kl <= bound for kl, _ in found)
+        assert read[f"{KL}_bucket", str(bound), "exact"] == at_most
+    assert read[f"{KL}_count", "exact"] == len(found)
 
 
 def test_a_stream_that_finishes(metrics: GatewayMetrics, clock: Clock) -> None:
