@@ -14,7 +14,7 @@ from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKeepers, Room
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.departure import Adopt, Departure, HasOther, Tell
-from ripresa.workers.engine import EngineCore
+from ripresa.workers.engine import EngineCore, SpareTime
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.hand_over import InboundHandOver
 from ripresa.workers.job import Job, OnLogits
@@ -36,6 +36,7 @@ from ripresa.workers.request import (
 )
 from ripresa.workers.scheduling.scheduler import Progress, WorkerRole
 from ripresa.workers.sequence import SequenceStatus
+from ripresa.workers.shadow_samples import ServedSamples
 from ripresa.workers.transfer.base import Manifest, Section, SectionKind, TransferState
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class DecodeEngine:
         listener: hears of what the cache holds.
         peers: the way to other workers' caches; None for a worker that reaches none.
         find_keepers: asks who should keep what this worker has to evict; None if nobody knows.
+        samples, spare: see `EngineCore`.
     """
 
     def __init__(
@@ -107,12 +109,22 @@ class DecodeEngine:
         listener: CacheListener | None = None,
         peers: PeerAccess | None = None,
         find_keepers: FindKeepers | None = None,
+        samples: ServedSamples | None = None,
+        spare: SpareTime | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._hand_over_timeout_s = config.transfer.hand_over_timeout_s
         self._core = EngineCore(
-            WorkerRole.DECODE, runner, config, clock, listener, peers, find_keepers
+            WorkerRole.DECODE,
+            runner,
+            config,
+            clock,
+            listener,
+            peers,
+            find_keepers,
+            samples,
+            spare,
         )
         self._streams: dict[Job, _Stream] = {}
 
@@ -212,6 +224,14 @@ class DecodeEngine:
     def room(self) -> Room | None:
         """See `EngineCore.room`."""
         return self._core.room()
+
+    def lend(self, on_idle: Callable[[], None]) -> SpareTime:
+        """See `EngineCore.lend`."""
+        return self._core.lend(on_idle)
+
+    def wake(self) -> None:
+        """See `EngineCore.wake`."""
+        self._core.wake()
 
     def stats(self) -> EngineStats:
         return self._core.stats()

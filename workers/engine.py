@@ -14,9 +14,10 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -70,12 +71,26 @@ from ripresa.workers.scheduling.scheduler import Progress, Scheduler, SchedulerL
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.scheduling.step_rates import StepRates
 from ripresa.workers.sequence import Sequence, SequenceStatus
+from ripresa.workers.shadow_samples import ServedSamples
 from ripresa.workers.tail_budget import TailBudget
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SpareTime:
+    """The time in which an engine has nothing to do, for the steps of another one beside it.
+
+    Attributes:
+        thread: the lender's step thread: steps of both never run at once.
+        is_left: whether the lender has no request at the moment.
+    """
+
+    thread: ThreadPoolExecutor
+    is_left: Callable[[], bool]
 
 
 class EngineCore:
@@ -90,6 +105,9 @@ class EngineCore:
         listener: hears of what the cache holds, and of claims that this worker computes for.
         peers: the way to other workers' caches; None for a worker that reaches none.
         find_keepers: asks who should keep what this worker has to evict; None if nobody knows.
+        samples: takes the distributions of served tokens that are to be scored again; None if
+            none are.
+        spare: another engine's, for one that runs steps in it alone.
 
     A step that raises fails its requests with INTERNAL. The engine lives on, unless the runner
     raises `Unavailable`: then it can run no further step, and everything fails with that error.
@@ -104,6 +122,8 @@ class EngineCore:
         listener: CacheListener | None = None,
         peers: PeerAccess | None = None,
         find_keepers: FindKeepers | None = None,
+        samples: ServedSamples | None = None,
+        spare: SpareTime | None = None,
     ) -> None:
         if config.max_num_seqs > runner.num_slots:
             raise ConfigError(
@@ -189,7 +209,10 @@ class EngineCore:
         period = config.transfer.hand_over_window_blocks * runner.window
         self._window_period = period if role is WorkerRole.ENCODER else None
         self._scheduler = Scheduler(role, self._pages, limits)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
+        self._samples = samples
+        self._spare = spare
+        self._thread = spare.thread if spare is not None else _step_thread(role)
+        self._on_idle: Callable[[], None] = lambda: None
         self._by_slot: dict[int, Job] = {}
         self._by_id: dict[str, Job] = {}
         self._task: asyncio.Task[None] | None = None
@@ -223,7 +246,8 @@ class EngineCore:
         await self.exchange.close(Unavailable("the worker is stopping; retry on another one"))
         if self._keeping:
             await asyncio.wait(self._keeping)
-        await asyncio.to_thread(self._thread.shutdown)
+        if self._spare is None:
+            await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._constraints.close)
         if self._disk is not None:
             await self._disk.close()
@@ -253,8 +277,7 @@ class EngineCore:
         constraint = request.sampling.constraint if self._role is WorkerRole.DECODE else None
         matcher = await self._constraints.open(constraint)
         prefix = self._prefixes.open(request)
-        num_blocks = self._scheduler.num_needed_blocks(request)
-        async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
+        async with self._bringing(request, prefix) as hold:
             await self._make_way(request, hold)
             _check_leader(request, hold.outcome)
             is_handed_over = is_inbound or self._role is WorkerRole.ENCODER
@@ -275,6 +298,18 @@ class EngineCore:
         if request.claim is not None and not is_inbound and prefix.hashes:
             self._listener.lead(request.claim, prefix.hashes)
         return job
+
+    @asynccontextmanager
+    async def _bringing(
+        self, request: GenerationRequest, prefix: RequestPrefix
+    ) -> AsyncIterator[PrefixHold]:
+        """See `PrefixSupply.bring`."""
+        num_blocks = self._scheduler.num_needed_blocks(request)
+        try:
+            async with self.exchange.supply.bring(request, prefix, num_blocks) as hold:
+                yield hold
+        finally:
+            self._ended()
 
     async def _make_way(self, request: GenerationRequest, hold: PrefixHold | None = None) -> None:
         """Return when the request may be admitted; raises as `admit` does."""
@@ -392,6 +427,8 @@ class EngineCore:
         self._scheduler.remove(job.sequence)
         job.prefix.forget_preempted()
         self._release_tail(job)
+        if self._samples is not None:
+            self._samples.over(job.sequence)
         if was_parked:
             self._forget(job)
             # The next parked request may need less than this one waited for.
@@ -489,8 +526,7 @@ class EngineCore:
         """
         await self._make_way(request)
         prefix = self._prefixes.open(request)
-        num_blocks = self._scheduler.num_needed_blocks(request)
-        async with self.exchange.supply.bring(request, prefix, num_blocks):
+        async with self._bringing(request, prefix):
             return prefix.plan().parked is not None
 
     async def leader(self, name: str) -> Job | None:
@@ -567,6 +603,8 @@ class EngineCore:
             prefixes.windows.clear()
         else:
             prefixes.windows.drop_tenant(tenant)
+        if self._samples is not None:
+            self._samples.flush(is_of)
         # Nothing of theirs is to be read back before it has gone from the disk as well.
         prefixes.leases.end_turns(is_of)
         for session in prefixes.parked.sessions(-math.inf):
@@ -647,6 +685,8 @@ class EngineCore:
         if self._tails.held_bytes != sum(job.tail_bytes for job in self._by_id.values()):
             raise RipresaError(ErrorCode.INTERNAL, "bytes are set aside for tails of no request")
         self.exchange.check_integrity()
+        if self._samples is not None:
+            self._samples.check_integrity()
         num_current = 0
         for slot, job in self._by_slot.items():
             if not self._is_current(slot, job):
@@ -677,7 +717,7 @@ class EngineCore:
                     self._prefetch.advance()
                 self._make_room()
                 self._resume_parked()
-                plan = self._scheduler.schedule()
+                plan = self._scheduler.schedule() if self._may_step else None
                 if plan is None:
                     await self._sleep()
                 else:
@@ -685,6 +725,28 @@ class EngineCore:
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
             self._break(f"the engine failed ({error}); restart the worker")
+
+    @property
+    def _may_step(self) -> bool:
+        return self._spare is None or self._spare.is_left()
+
+    def lend(self, on_idle: Callable[[], None]) -> SpareTime:
+        """What this engine leaves of its step thread, for one other engine.
+
+        Args:
+            on_idle: called whenever no request is left.
+        """
+        self._on_idle = on_idle
+        return SpareTime(self._thread, lambda: self.num_requests == 0)
+
+    def wake(self) -> None:
+        """Look again whether something can be computed."""
+        self._wake.set()
+
+    def _ended(self) -> None:
+        """A request, or what was brought for one, is no longer here."""
+        if self.num_requests == 0:
+            self._on_idle()
 
     def _release_tail(self, job: Job) -> None:
         self._tails.give_back(job.tail_bytes)
@@ -731,10 +793,16 @@ class EngineCore:
             rows = (step.encoder_start, step.encoder_stop)
             cut = job.prefix.windows_to_cut(job.sequence, *rows, self._window_period)
             tells = job.on_logits is not None and step.num_decoder_rows > 0
-            is_changed = bool(cut) or tells
-            steps.append(
-                replace(step, cut_windows=cut, return_logits=tells) if is_changed else step
+            keeps = (
+                self._samples is not None
+                and step.sampling is not None
+                and self._samples.wants(job.sequence)
             )
+            if cut or tells or keeps:
+                step = replace(
+                    step, cut_windows=cut, return_logits=tells, return_sampled_logits=keeps
+                )
+            steps.append(step)
         return StepPlan(plan.step, tuple(steps))
 
     async def _sleep(self) -> None:
@@ -804,6 +872,8 @@ class EngineCore:
         job = self._by_slot[slot]
         if job.on_logits is not None and slot in output.logits:
             job.on_logits(progress.step.decoder_start, output.logits[slot])
+        if self._samples is not None and slot in output.sampled_logits:
+            self._samples.keep(job.sequence, output.sampled_logits[slot])
         self._publish(job)
         is_over = progress.finish is not None or (
             progress.is_prefill_done and self._role is WorkerRole.ENCODER
@@ -821,6 +891,8 @@ class EngineCore:
                 payload = self._runner.export_image(pages.slot, pages.blocks, num_tokens)
                 job.prefix.park(job.sequence, payload)
             job.prefix.ended(job.sequence)
+            if self._samples is not None:
+                self._samples.finished(job.sequence)
             self.retire(job)
         job.listener.on_progress(progress, output.encoder_output.get(slot), cut)
 
@@ -918,12 +990,17 @@ class EngineCore:
             self._num_cut_short_tokens += job.sequence.counters.encoder_rows
         del self._by_id[job.request.request_id]
         job.released.set()
+        self._ended()
 
     @staticmethod
     def _is_current(slot: int, job: Job) -> bool:
         """Whether a slot is the one that the request uses now, not one that it gave up."""
         is_parked = job.sequence.status is SequenceStatus.PARKED
         return job.sequence.pages.slot == slot and not is_parked and not job.released.is_set()
+
+
+def _step_thread(role: WorkerRole) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{role}-step")
 
 
 def _check_leader(request: GenerationRequest, outcome: PrefixOutcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,6 +78,19 @@ class TorchModelRunner:
         folder: Path | None = None,
     ) -> None:
         self.config = config
+        self._beside = partial(
+            TorchModelRunner,
+            config,
+            weights,
+            numerics=numerics,
+            model_digest=model_digest,
+            workspace_bytes=workspace_bytes,
+            kv_format=kv_format,
+            round_inputs=round_inputs,
+            compressed_ids=compressed_ids,
+            poison=poison,
+            folder=folder,
+        )
         self._folder = folder
         self.weights = weights
         if round_inputs:
@@ -107,6 +121,10 @@ class TorchModelRunner:
             round_inputs,
             observer,
         )
+
+    def beside(self, num_blocks: int, num_slots: int) -> TorchModelRunner:
+        """The same model on the same weights, with KV memory of its own."""
+        return self._beside(num_blocks=num_blocks, num_slots=num_slots)
 
     @property
     def window(self) -> int:
@@ -293,6 +311,8 @@ class TorchModelRunner:
                     output.errors[step.slot] = token
                     continue
                 output.sampled[step.slot] = token
+                if step.return_sampled_logits:
+                    output.sampled_logits[step.slot] = row.to("cpu", copy=True)
                 if asked.logprobs is not None:
                     output.logprobs[step.slot] = logprobs_of(row, token, asked.logprobs)
 

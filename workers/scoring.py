@@ -10,7 +10,7 @@ same steps. Only what is said next is not chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -53,28 +53,33 @@ class Foretold:
     """Gathers the logits that foretell tokens [start, stop); an `OnLogits`.
 
     Rows of other positions are let go. A row that comes again takes the place of the first.
+
+    Args:
+        among: of these tokens only; None for all of them.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
-        self._start, self._stop = start, stop
+    def __init__(self, start: int, stop: int, among: Collection[int] | None = None) -> None:
+        self._tokens = [t for t in range(start, stop) if among is None or t in among]
+        self._is_wanted = frozenset(self._tokens).__contains__
         self._rows: dict[int, torch.Tensor] = {}
 
     def __call__(self, position: int, logits: torch.Tensor) -> None:
         for token, row in enumerate(logits, position + 1):
-            if self._start <= token < self._stop:
-                self._rows[token] = row
+            if self._is_wanted(token):
+                # A copy: the rest of the step's logits is let go.
+                self._rows[token] = row.clone()
 
     @property
     def logits(self) -> torch.Tensor:
-        """[stop - start, vocab] float32.
+        """[wanted tokens, vocab] float32, in their order.
 
         Raises:
             RipresaError: INTERNAL; rows are missing.
         """
-        missing = self._stop - self._start - len(self._rows)
+        missing = len(self._tokens) - len(self._rows)
         if missing:
             raise RipresaError(ErrorCode.INTERNAL, f"{missing} given tokens were not foretold")
-        return torch.stack([self._rows[token] for token in range(self._start, self._stop)])
+        return torch.stack([self._rows[token] for token in self._tokens])
 
 
 def with_given(request: GenerationRequest, token_ids: Sequence[int]) -> GenerationRequest:

@@ -35,7 +35,7 @@ SEGMENT_TOKENS = 32
 
 def is_sampled(request_id: str, index: int, share: float) -> bool:
     """Whether the token at `index` of an answer is among the `share` that is scored again."""
-    digest = xxhash.xxh3_64_intdigest(f"{request_id}\0{index // SEGMENT_TOKENS}")
+    digest = xxhash.xxh3_64_intdigest(f"{request_id}\0{index // SEGMENT_TOKENS}".encode())
     return digest < share * 2.0**64
 
 
@@ -84,12 +84,14 @@ class ServedSamples:
     def __init__(self, config: ShadowConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self._running: dict[str, ServedSample] = {}
+        self._running: dict[Sequence, ServedSample] = {}
         self._waiting: deque[ServedSample] = deque()
         self._scoring: ServedSample | None = None
         self._num_bytes = 0
         self._outcomes: Counter[ShadowOutcome] = Counter()
         self._has_some = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     @property
     def outcomes(self) -> dict[ShadowOutcome, int]:
@@ -108,11 +110,11 @@ class ServedSamples:
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether the distribution of the sequence's next token should be kept."""
-        request = sequence.request
-        index = sequence.num_tokens - request.num_prompt_tokens
-        if not is_behind_restart(sequence.recipe):
+        request, share = sequence.request, self._config.share
+        if share == 0 or request.given or not is_behind_restart(sequence.recipe):
             return False
-        if not is_sampled(request.request_id, index, self._config.share):
+        index = sequence.num_tokens - request.num_prompt_tokens
+        if not is_sampled(request.request_id, index, share):
             return False
         if sequence.num_tokens >= self._config.max_tokens:
             self._outcomes[ShadowOutcome.TOO_LONG] += 1
@@ -124,29 +126,28 @@ class ServedSamples:
         if self._num_bytes + row.nbytes > self._config.capacity_bytes:
             self._outcomes[ShadowOutcome.NO_ROOM] += 1
             return
-        request = sequence.request
-        sample = self._running.get(request.request_id)
+        sample = self._running.get(sequence)
         if sample is None:
-            sample = ServedSample(
-                sequence.recipe, request.tenant_salt, request.num_prompt_tokens
-            )
-            self._running[request.request_id] = sample
+            request = sequence.request
+            sample = ServedSample(sequence.recipe, request.tenant_salt, request.num_prompt_tokens)
+            self._running[sequence] = sample
         sample.rows[sequence.num_tokens - 1] = row
         self._num_bytes += row.nbytes
 
     def finished(self, sequence: Sequence) -> None:
         """The answer is whole: what was kept of it waits to be scored."""
-        sample = self._running.pop(sequence.request.request_id, None)
+        sample = self._running.pop(sequence, None)
         if sample is None:
             return
         sample.token_ids = tuple(sequence.token_ids[: max(sample.rows) + 1])
         sample.expires = self._clock() + self._config.max_wait_s
         self._waiting.append(sample)
         self._has_some.set()
+        self._is_empty.clear()
 
-    def given_up(self, request_id: str) -> None:
-        """The request is over, whole or not. Idempotent."""
-        sample = self._running.pop(request_id, None)
+    def over(self, sequence: Sequence) -> None:
+        """The request is over, finished or not. Idempotent."""
+        sample = self._running.pop(sequence, None)
         if sample is not None:
             self._drop(sample, ShadowOutcome.UNFINISHED)
 
@@ -156,6 +157,10 @@ class ServedSamples:
             if is_of(sample.tenant_salt):
                 self._waiting.remove(sample)
                 self._drop(sample, ShadowOutcome.FLUSHED)
+
+    async def emptied(self) -> None:
+        """Return when nothing waits to be scored, or is."""
+        await self._is_empty.wait()
 
     async def next(self) -> ServedSample:
         """The oldest one that waits, for as long as it takes; `done` must follow."""
@@ -196,3 +201,5 @@ class ServedSamples:
         self._num_bytes -= sample.num_bytes
         self._outcomes[outcome] += len(sample.rows)
         sample.rows.clear()
+        if self.num_waiting == 0:
+            self._is_empty.set()

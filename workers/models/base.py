@@ -45,6 +45,8 @@ class StepOutput:
         logprobs: of the chosen token, for sequences that ask for them.
         encoder_output: rows at or above the sequence's `hand_over_from`.
         logits: [decoder rows, vocab] float32 where they were asked for.
+        sampled_logits: [vocab] float32 on the host, which the token was chosen from before any
+            parameter changed them, where they were asked for.
         windows: encoder windows by slot and boundary, uint8, as `import_window` takes them.
         num_encoder_rows, num_decoder_rows: rows really computed in each half.
         num_row_layers: the encoder rows, counted once for each layer that they passed.
@@ -55,6 +57,7 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     encoder_output: dict[int, EncoderOutput] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    sampled_logits: dict[int, torch.Tensor] = field(default_factory=dict)
     windows: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     num_encoder_rows: int = 0
     num_decoder_rows: int = 0

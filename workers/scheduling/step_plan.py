@@ -36,6 +36,7 @@ class SequenceStep:
         sampling: how to choose the token after row `decoder_stop - 1`; None chooses none.
         rules: what the sequence's earlier tokens say about that token; None for nothing.
         return_logits: all decoder rows' logits leave the step (verification).
+        return_sampled_logits: those of the row that chooses a token do.
         cut_windows: boundaries X in (encoder_start, encoder_stop] whose encoder window, the rows
             of positions [X-W, X), leaves the step.
     """
@@ -58,6 +59,7 @@ class SequenceStep:
     sampling: SamplingParams | None = None
     rules: TokenRules | None = None
     return_logits: bool = False
+    return_sampled_logits: bool = False
     cut_windows: tuple[int, ...] = ()
 
     @property
