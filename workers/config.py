@@ -252,6 +252,10 @@ class ShadowConfig:
         if not 0 < self.max_wait_s < float("inf"):
             raise ConfigError("shadow.max_wait_s", f"{self.max_wait_s} is no number of seconds")
 
+    def num_blocks(self, window: int, max_model_len: int) -> int:
+        """KV blocks of `window` tokens that are set aside for scoring again."""
+        return 0 if self.share == 0 else -(-min(self.max_tokens, max_model_len) // window)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

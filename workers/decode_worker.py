@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,9 +23,11 @@ from ripresa.workers.remote_worker import (
     require_target,
     tell_moves_to,
 )
+from ripresa.workers.replay_shadow import open_replay_shadow
 from ripresa.workers.report import Heartbeat, WorkerReport
 from ripresa.workers.request import EngineEvent, GenerationRequest
 from ripresa.workers.served_worker import ServedWorker
+from ripresa.workers.shadow_samples import ServedSamples
 from ripresa.workers.worker_process import start_runner, start_transport
 from ripresa.workers.worker_settings import WorkerSettings
 from ripresa.workers.worker_transfers import WorkerTransfers
@@ -52,6 +55,7 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
         self._runner = await start_runner(settings, Half.ALL)
         own = WorkerAddress(self._worker_id, self._kind)
         others = RemotePeers()
+        samples = ServedSamples(settings.engine.shadow, time.time)
         self._transfers = WorkerTransfers(
             own,
             others.resolve,
@@ -65,7 +69,9 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
             listener=self._announcer,
             peers=self._transfers.peers,
             find_keepers=self._announcer.find_keepers,
+            samples=samples,
         )
+        self._shadow = open_replay_shadow(self._engine, samples, self._runner, settings.engine)
         self._streams = KeptStreams(
             self._engine, settings.keep_streams_s, settings.kept_streams_bytes
         )
@@ -84,6 +90,8 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
         )
         await self._announcer.start()
         await self._engine.start()
+        if self._shadow is not None:
+            await self._shadow.start()
         await self._heartbeat.start()
 
     async def generate(
@@ -142,15 +150,21 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
         """Raise RipresaError (INTERNAL) if anything is left over or inconsistent."""
         await super().check_integrity(worker_id=worker_id)
         self._streams.check_integrity()
+        if self._shadow is not None:
+            self._shadow.check_integrity()
 
     async def __del__(self) -> None:
         await self._departure.close()
         await self._heartbeat.stop()
         await self._announcer.stop()
+        if self._shadow is not None:
+            await self._shadow.stop()
         await self._engine.stop()
         await self._streams.close()
         await self._transfers.close()
 
     def _report(self) -> WorkerReport:
-        image_bytes = self._runner.image_bytes(self._runner.window - 1)
-        return replace(super()._report(), image_bytes=image_bytes)
+        report = super()._report()
+        if self._shadow is not None:
+            report = replace(report, stats=replace(report.stats, shadow=self._shadow.counters))
+        return replace(report, image_bytes=self._runner.image_bytes(self._runner.window - 1))

@@ -41,6 +41,7 @@ class MemoryPlan:
         weights: what is kept of it.
         kv_pool, block_bytes, num_blocks: the pool and its blocks.
         rings, slot_bytes, num_slots: window rows and open pairs, by sequence.
+        shadow: to score served answers again: KV memory of one sequence, and what waits for it.
         index_workspace: most that index scoring takes at once.
         lane_buffers: most that hand-overs under way take, tail rows included.
         load_extra: what loading the largest tensor takes beside what is kept.
@@ -56,6 +57,7 @@ class MemoryPlan:
     num_blocks: int
     slot_bytes: int
     num_slots: int
+    shadow: int
     index_workspace: int
     lane_buffers: int
     kept_states: int
@@ -91,7 +93,7 @@ class MemoryPlan:
     @property
     def serving(self) -> int:
         """Most that serving takes of its own, without pages that workers share."""
-        kept = self.weights + self.own_tables + self.kv_pool + self.rings
+        kept = self.weights + self.own_tables + self.kv_pool + self.rings + self.shadow
         return kept + self.index_workspace + self.lane_buffers + self.kept_states
 
     @property
@@ -110,6 +112,7 @@ class MemoryPlan:
             ("weights", self.weights, f"float32, from {size(self.weights_stored)} stored"),
             ("KV pool", self.kv_pool, f"{self.num_blocks} blocks of {self.block_bytes} bytes"),
             ("rings", self.rings, f"{self.num_slots} sequences of {self.slot_bytes} bytes"),
+            ("shadow", self.shadow, "KV memory and distributions, to score answers again"),
             ("index workspace", self.index_workspace, "at most"),
             ("lane buffers", self.lane_buffers, "at most"),
             (
@@ -186,6 +189,7 @@ def plan_memory(
     """
     read = [spec for spec in half_specs(config, half) if spec.part is not Part.TABLE]
     layers = config.split + 1 if half is Half.ENCODER else config.num_hidden_layers
+    slot_bytes = layout.window_bytes(layout.ring_rows, layers) + layout.open_pair_bytes
     return MemoryPlan(
         settings="encoders" if half is Half.ENCODER else "decoders",
         half=half,
@@ -193,8 +197,9 @@ def plan_memory(
         weights=COMPUTE_BYTES * (sum(spec.num_parameters for spec in read) + _twice(config, half)),
         block_bytes=layout.block_bytes,
         num_blocks=engine.num_blocks,
-        slot_bytes=layout.window_bytes(layout.ring_rows, layers) + layout.open_pair_bytes,
+        slot_bytes=slot_bytes,
         num_slots=engine.max_num_seqs,
+        shadow=_shadow(config, half, engine, layout, slot_bytes),
         index_workspace=index_workspace,
         kept_states=_kept_states(half, engine),
         lane_buffers=_lane_buffers(half, engine, lanes, layout),
@@ -204,6 +209,16 @@ def plan_memory(
         ),
         engram_placement=engine.engram_placement,
     )
+
+
+def _shadow(
+    config: ModelConfig, half: Half, engine: EngineConfig, layout: KVLayout, slot_bytes: int
+) -> int:
+    shadow = engine.shadow
+    num_blocks = shadow.num_blocks(layout.window, config.max_position_embeddings)
+    if half is Half.ENCODER or num_blocks == 0:
+        return 0
+    return num_blocks * layout.block_bytes + slot_bytes + shadow.capacity_bytes
 
 
 def _twice(config: ModelConfig, half: Half) -> int:

@@ -30,12 +30,12 @@ from ripresa.workers.config import (
     LeaseConfig,
     MoveConfig,
     ParkConfig,
-    ShadowConfig,
     WindowConfig,
     WindowPolicy,
 )
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.model_runner import TorchModelRunner
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.replay import PlanKind, Recipe, ReplayMode
 from ripresa.workers.replay_planner import plan_prefill
@@ -48,16 +48,9 @@ from ripresa.workers.shadow_counters import (
     ShadowOutcome,
     ShadowReference,
 )
-from ripresa.workers.shadow_samples import ServedSample, ServedSamples
+from ripresa.workers.shadow_samples import SEGMENT_TOKENS, ServedSample, ServedSamples
 
 logger = logging.getLogger(__name__)
-
-
-def shadow_blocks(config: ShadowConfig, window: int, max_model_len: int) -> int:
-    """KV blocks of the memory that is set aside for scoring again; 0 if nothing is."""
-    if config.share == 0:
-        return 0
-    return -(-min(config.max_tokens, max_model_len) // window)
 
 
 def exact_recipe(recipe: Recipe, num_prompt_tokens: int, geometry: ReplayGeometry) -> Recipe:
@@ -81,7 +74,7 @@ class ReplayShadow:
     Args:
         served: the engine whose spare time it takes.
         samples: what that engine keeps of its answers.
-        runner: the same model with KV memory of its own, of `shadow_blocks` blocks.
+        runner: the same model with KV memory of its own, of `ShadowConfig.num_blocks`.
         config: the served engine's settings.
         clock: seconds since the epoch, as the served engine's.
     """
@@ -171,6 +164,16 @@ class ReplayShadow:
         return await asyncio.to_thread(_divergence, foretold.logits, served, token_ids)
 
 
+def open_replay_shadow(
+    served: DecodeEngine, samples: ServedSamples, runner: TorchModelRunner, config: EngineConfig
+) -> ReplayShadow | None:
+    """What scores a worker's answers again, with memory of its own; None if nothing is to be."""
+    num_blocks = config.shadow.num_blocks(runner.window, runner.max_model_len)
+    if num_blocks == 0:
+        return None
+    return ReplayShadow(served, samples, runner.beside(num_blocks, num_slots=1), config)
+
+
 def _shadow_engine(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
     """An engine that computes one sequence in small steps and keeps nothing."""
     return EngineConfig(
@@ -204,6 +207,12 @@ def _request(sample: ServedSample, recipe: Recipe) -> GenerationRequest:
 
 
 def _divergence(reference: torch.Tensor, served: torch.Tensor, token_ids: list[int]) -> Divergence:
-    found = compare_logits(reference, served.to(reference.device), token_ids)
-    # Rounding makes the distance of equal distributions a little less than nothing.
-    return Divergence.of(found.kl.clamp(min=0.0).tolist(), found.same_top.tolist())
+    found = Divergence()
+    # A few rows at a time: the comparison takes several times their bytes.
+    for first in range(0, len(token_ids), SEGMENT_TOKENS):
+        part = slice(first, first + SEGMENT_TOKENS)
+        rows = reference[part]
+        told = compare_logits(rows, served[part].to(rows.device), token_ids[part])
+        # Rounding makes the distance of equal distributions a little less than nothing.
+        found += Divergence.of(told.kl.clamp(min=0.0).tolist(), told.same_top.tolist())
+    return found

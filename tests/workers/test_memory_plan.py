@@ -11,7 +11,7 @@ import torch
 from tiny_model import tiny_checkpoint
 
 from ripresa.workers.cache.kv_layout import KVFormat
-from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
+from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics, ShadowConfig
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.host_memory import AvailableMemory
 from ripresa.workers.memory_plan import MemoryPlan, plan_memory, size
@@ -61,6 +61,9 @@ def test_a_worker_takes_what_was_planned(tmp_path: Path, half: Half) -> None:
     plan = plan_of(config, half)
     assert plan.weights == sum(storage.nbytes() for storage in storages.values())
     assert plan.kv_pool + plan.rings == runner.cache.num_bytes
+    beside = runner.beside(ENGINE.shadow.num_blocks(runner.window, runner.max_model_len), 1)
+    is_scored = half is Half.ALL
+    assert plan.shadow == is_scored * (beside.cache.num_bytes + ENGINE.shadow.capacity_bytes)
     num_read = read[-1] - plan.engram_tables
     assert plan.weights_stored <= num_read, "of Full layers some tensors are read twice"
     assert num_read < 1.05 * plan.weights_stored
@@ -73,10 +76,23 @@ def test_the_encoder_half_is_about_half(tmp_path: Path) -> None:
     assert encoder.engram_tables == both.engram_tables == 384 * (32 + 1)
 
 
+def test_nothing_is_set_aside_where_nothing_is_scored_again(tmp_path: Path) -> None:
+    engine = replace(ENGINE, shadow=ShadowConfig(share=0))
+    assert plan_of(tiny_checkpoint(tmp_path / "model"), Half.ALL, engine).shadow == 0
+
+
 def test_every_item_is_printed(tmp_path: Path) -> None:
     plan = plan_of(tiny_checkpoint(tmp_path / "model"), Half.ALL)
     text = "\n".join(plan.lines())
-    for words in ("weights", "KV pool", "rings", "index workspace", "lane buffers", "loader peak"):
+    for words in (
+        "weights",
+        "KV pool",
+        "rings",
+        "shadow",
+        "index workspace",
+        "lane buffers",
+        "loader peak",
+    ):
         assert words in text
     assert "Engram tables        12.7 kB  host_shared: page cache, one copy a machine" in text
 

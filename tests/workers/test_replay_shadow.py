@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from suspensions import Cancelling, for_every_wait
 from tiny_model import tiny_checkpoint
 from tiny_tokenizer import write_tiny_tokenizer
@@ -23,23 +24,27 @@ from ripresa.workers.cache.cache_events import Unheard, tenant_digest
 from ripresa.workers.config import (
     EngineConfig,
     Numerics,
+    ParkConfig,
     ShadowConfig,
     WindowConfig,
     WindowPolicy,
 )
 from ripresa.workers.decode_engine import DecodeEngine
+from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import EncoderOutput, StepMasks, StepOutput
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half
 from ripresa.workers.replay import PlanKind, ReplayMode, TailVariant
-from ripresa.workers.replay_shadow import ReplayShadow, shadow_blocks
+from ripresa.workers.replay_shadow import ReplayShadow
 from ripresa.workers.request import (
     CacheUse,
     EngineEvent,
+    Failed,
     Finished,
     GenerationRequest,
     PrefillDone,
+    Reserved,
     SamplingParams,
     Tokens,
 )
@@ -47,6 +52,9 @@ from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.scoring import Foretold, compare_logits, score, with_given
 from ripresa.workers.shadow_counters import Divergence, ShadowOutcome, ShadowReference
 from ripresa.workers.shadow_samples import ServedSamples
+from ripresa.workers.transfer.inbound import InboundTransfers
+from ripresa.workers.transfer.loopback import LoopbackTransport
+from ripresa.workers.transfer.outbound import OutboundTransfers
 
 WINDOW, VOCAB = 8, 96
 EVERYTHING = ShadowConfig(share=1.0, max_tokens=256)
@@ -156,7 +164,7 @@ async def served(
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
     model = loaded(config.numerics)
     main: Any = Gated(model.beside(config.num_blocks, config.max_num_seqs), "served", ran)
-    blocks = shadow_blocks(config.shadow, WINDOW, model.max_model_len)
+    blocks = config.shadow.num_blocks(WINDOW, model.max_model_len)
     beside: Any = Gated(model.beside(blocks, 1), "shadow", ran)
     samples = ServedSamples(config.shadow, clock)
     engine = DecodeEngine("d0", main, config, clock, listener=listener, samples=samples)
@@ -296,6 +304,21 @@ async def test_every_turn_of_a_conversation_comes_out_again(
     }
 
 
+async def test_a_damaged_cache_shows_as_noise() -> None:
+    """The arms are computed from the tokens alone, so they do not repeat what the cache says."""
+    async with served() as worker:
+        await run(worker.engine, ask(FIRST))
+        runner = worker.engine._runner
+        blocks = range(len(FIRST) // WINDOW)
+        payload = runner.export_blocks(blocks)
+        runner.import_blocks(blocks, torch.zeros_like(payload))
+        await run(worker.engine, ask(LONGER))
+        await worker.samples.emptied()
+        repeat = worker.divergence(ShadowReference.REPEAT)
+        assert repeat.num_tokens == 6
+        assert repeat.kl_sum > 0
+
+
 async def test_modes_without_replay_are_not_scored() -> None:
     async with served(replace(CONFIG, anchor_interval=32)) as worker:
         for mode in (ReplayMode.EXACT, ReplayMode.CANONICAL):
@@ -322,6 +345,43 @@ async def test_sampling_parameters_do_not_change_what_is_compared() -> None:
         assert 40 in said(events)
         await worker.samples.emptied()
         assert worker.divergence(ShadowReference.REPEAT).kl_sum == 0
+
+
+async def test_a_stream_that_had_to_give_up_its_pages_comes_out_again() -> None:
+    config = replace(
+        CONFIG, num_blocks=24, reserved_output_tokens=1, parked=ParkConfig(capacity_bytes=0)
+    )
+    async with served(config) as worker:
+        await run(worker.engine, ask(FIRST))
+        await asyncio.gather(
+            *(run(worker.engine, ask((*LONGER, 5 + n), str(n), max_tokens=36)) for n in range(2))
+        )
+        assert worker.engine.stats().num_preemptions > 0
+        await worker.samples.emptied()
+        assert worker.outcomes == {ShadowOutcome.SCORED: 72}
+        assert worker.divergence(ShadowReference.REPEAT).kl_sum == 0
+
+
+async def test_a_handed_over_prompt_comes_out_again() -> None:
+    transport = LoopbackTransport()
+    model = loaded(Numerics.DETERMINISTIC)
+    async with served() as worker:
+        inbound = InboundTransfers(worker.engine, transport)
+        outbound = OutboundTransfers("e0", lambda _: inbound, transport)
+        encoder = EncoderEngine("e0", model.beside(64, 4), outbound, CONFIG)
+        await encoder.start()
+        for tokens in (FIRST, LONGER):
+            request = ask(tokens)
+            async for event in worker.engine.generate(request, local=False):
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Reserved):
+                    await encoder.prefill(request, "d0")
+        await encoder.stop()
+        await outbound.close()
+        await worker.samples.emptied()
+        assert worker.outcomes == {ShadowOutcome.SCORED: 6}
+        assert worker.divergence(ShadowReference.REPEAT).kl_sum == 0
+        await inbound.close()
 
 
 async def test_rounding_alone_is_small_beside_replay() -> None:
@@ -527,6 +587,6 @@ async def test_scoring_may_be_cancelled_at_every_await() -> None:
 
 
 def test_nothing_is_set_aside_without_a_share() -> None:
-    assert shadow_blocks(ShadowConfig(share=0), WINDOW, 4096) == 0
-    assert shadow_blocks(ShadowConfig(max_tokens=17), WINDOW, 4096) == 3
-    assert shadow_blocks(ShadowConfig(), WINDOW, 40) == 5
+    assert ShadowConfig(share=0).num_blocks(WINDOW, 4096) == 0
+    assert ShadowConfig(max_tokens=17).num_blocks(WINDOW, 4096) == 3
+    assert ShadowConfig().num_blocks(WINDOW, 40) == 5

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -281,6 +281,7 @@ def test_what_is_scored_again_is_summed_over_the_lives_of_all_workers() -> None:
     assert read["ripresa_replay_shadow_tokens_total", "scored"] == 6
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans())))
 def test_every_token_is_in_one_bucket_at_most_that_far(found: list[tuple[float, bool]]) -> None:
     divergence = Divergence.of((kl for kl, _ in found), (agrees for _, agrees in found))
