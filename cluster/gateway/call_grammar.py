@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ripresa.cluster.gateway.output_format import check_schema, json_rule
+from ripresa.cluster.gateway.output_format import check_keywords, check_schema, json_rule
 from ripresa.workers.errors import InvalidArgument
 
 MAX_TOOLS = 128
@@ -104,6 +104,8 @@ class _ToolRules:
         if not isinstance(root, dict):
             raise InvalidArgument(tool.field, "the parameters must be a JSON schema of an object")
         check_schema(root, tool.field)
+        if tool.is_strict:
+            check_keywords(root, tool.field)
         self._root = root
         self._num_values = 0
         self._num_chars = 0

@@ -23,6 +23,33 @@ MAX_REGEX_CHARS = 4096
 MAX_REPEATS = 1000
 MAX_MULTIPLE = 10_000
 
+_HELD = frozenset(
+    (
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+        *("properties", "patternProperties", "additionalProperties", "required"),
+        *("minProperties", "maxProperties"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    )
+)
+"""Keywords that grammars can express, if not every use of them."""
+_NOTES = frozenset(
+    (
+        *("$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default"),
+        *("examples", "deprecated", "readOnly", "writeOnly", "contentEncoding"),
+        *("contentMediaType", "discriminator"),
+    )
+)
+"""Keywords that demand nothing."""
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_SCHEMAS = frozenset(
+    (
+        *("anyOf", "oneOf", "allOf", "prefixItems"),
+        *("items", "additionalItems", "additionalProperties"),
+    )
+)
+
 _REPEATS = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
 _WHITESPACE = r"( |\n {0,32})?"
 """Between the parts of JSON: what writers of JSON put there, and no endless run of it."""
@@ -123,9 +150,11 @@ def json_rule(schema: object, field: str, *, is_strict: bool) -> str:
     """Matches JSON text by a schema, of which only literal parts and counts are checked here.
 
     Raises:
-        InvalidArgument: it is none, or it is too large.
+        InvalidArgument: it is none, it is too large, or it is strict and has an unknown keyword.
     """
     check_schema(schema, field)
+    if is_strict:
+        check_keywords(schema, field)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -177,6 +206,46 @@ def check_schema(schema: object, field: str) -> None:
     size = len(json.dumps(schema))
     if size > MAX_SCHEMA_CHARS:
         raise InvalidArgument(field, f"has {size} characters; {MAX_SCHEMA_CHARS} are allowed")
+
+
+def check_keywords(schema: object, field: str) -> None:
+    """Refuse a strict schema that says what no answer could be kept to.
+
+    Args:
+        schema: no deeper than `check_schema` allows.
+
+    Raises:
+        InvalidArgument: it has a keyword that is unknown, or that no grammar expresses.
+    """
+    for path, keyword in _unheld(schema, "#"):
+        raise InvalidArgument(
+            field,
+            f"a strict schema cannot hold the keyword {keyword[:64]!r} at {path[-256:]}; leave it "
+            "out, or ask without `strict`",
+        )
+
+
+def _unheld(schema: object, path: str) -> Iterator[tuple[str, str]]:
+    """Where keywords stand that are not held, as JSON pointers, and which."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        below = f"{path}/{_escaped(keyword)}"
+        if keyword not in _HELD and keyword not in _NOTES:
+            yield path, keyword
+        elif keyword in _BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield from _unheld(part, f"{below}/{_escaped(name)}")
+        elif keyword in _SCHEMAS and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield from _unheld(part, f"{below}/{index}")
+        elif keyword in _SCHEMAS:
+            yield from _unheld(value, below)
+
+
+def _escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _parts(root: object) -> Iterator[tuple[str, Any, int]]:

@@ -305,6 +305,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "response_format.json_schema.schema",
         "not",
     ),
+    "a keyword of nobody": (
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"a/b": {"anyOf": [{"type": "null"}, {"nullable": True}]}},
+                },
+                "strict": True,
+            },
+        },
+        "response_format.json_schema.schema",
+        "'nullable' at #/properties/a~1b/anyOf/1",
+    ),
     "an unknown type": (
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "tomato"}}},
         "response_format.json_schema.schema",
@@ -335,6 +349,46 @@ async def test_what_cannot_be_kept_to_is_refused_by_its_field(
             )
         assert caught.value.param == field
         assert words in str(caught.value)
+
+
+async def test_a_strict_tool_s_unknown_keyword_is_refused(
+    client: openai.AsyncOpenAI, encoding: ChatEncoding
+) -> None:
+    items = {"type": "string", "tomato": 1}
+    deep = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": items}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for is_strict in (True, False):
+        asked = ask(encoding, tools=[tool("search", deep, strict=is_strict)])
+        asked |= {"tool_choice": "required", "max_tokens": 5}
+        if not is_strict:
+            await client.chat.completions.create(**asked)
+            continue
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**asked)
+        assert caught.value.param == "tools[0]"
+        assert "'tomato' at #/properties/a/items" in str(caught.value)
+
+
+async def test_names_and_values_are_no_keywords(
+    client: openai.AsyncOpenAI, encoding: ChatEncoding
+) -> None:
+    """What stands under `properties`, in `const` or among notes may be called anything."""
+    schema = {
+        "type": "object",
+        "title": "A",
+        "default": {"tomato": 1},
+        "properties": {"not": {"const": {"tomato": 1}}, "tomato": {"$ref": "#/$defs/if"}},
+        "required": ["not"],
+        "additionalProperties": False,
+        "$defs": {"if": {"type": "integer", "description": "any"}},
+    }
+    given = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    answer = await client.chat.completions.create(**ask(encoding, response_format=given, seed=3))
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), schema)
 
 
 async def test_a_real_model_keeps_to_a_demanded_call(
