@@ -17,6 +17,7 @@ from ripresa.cluster.cli_checkpoint import checkpoint, doctor
 from ripresa.cluster.cli_eval import evaluation
 from ripresa.cluster.cli_explain import explain
 from ripresa.cluster.cli_generate import generate
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.cli_reproduce import reproduce
 from ripresa.cluster.cli_train import train
@@ -91,7 +92,8 @@ def cli() -> None:
 @cli.command()
 @click.option("--config", type=config_file, help="Start from this configuration file.")
 @with_overrides
-def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
+@with_api_key
+def demo(config: Path | None, assignments: tuple[str, ...], api_key: str) -> None:
     """Start a local cluster, run an agent's loop with two tools against it, stop everything.
 
     The cluster is the real one, small: a gateway, an encoder worker and a decode worker with the
@@ -110,7 +112,7 @@ def demo(config: Path | None, assignments: tuple[str, ...]) -> None:
     with progress("loading"):
         from ripresa.cluster.demo import run_demo
 
-    run_demo(settings)
+    run_demo(settings, api_key or None)
 
 
 @cli.command()

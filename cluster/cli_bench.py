@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 from ripresa.workers.errors import InvalidArgument
 
@@ -66,6 +67,7 @@ def bench() -> None:
 @click.option(
     "--concurrency", default=4, show_default=True, help="Of a live run: prompts under way."
 )
+@with_api_key
 def bench_trace(
     trace: Path,
     seed: int,
@@ -73,6 +75,7 @@ def bench_trace(
     lease_share: float | None,
     max_lines: int | None,
     address: str | None,
+    api_key: str,
     **counts: int,
 ) -> None:
     """Replay a recorded workload through the policy alone: no model, no cluster, no timing.
@@ -116,7 +119,7 @@ def bench_trace(
     if address is None:
         _replay(workload, geometry, counts["workers"], counts["capacity"], lease_share)
     else:
-        _replay_live(workload, geometry, address, counts)
+        _replay_live(workload, geometry, address, api_key, counts)
 
 
 def _telling(what: str, num_prompts: int) -> Callable[[int], None]:
@@ -156,12 +159,16 @@ def _replay(
 
 
 def _replay_live(
-    workload: Workload, geometry: ReplayGeometry, address: str, counts: Mapping[str, int]
+    workload: Workload,
+    geometry: ReplayGeometry,
+    address: str,
+    api_key: str,
+    counts: Mapping[str, int],
 ) -> None:
     from ripresa.cluster.client import Client
     from ripresa.cluster.simulation.live_bench import Answered, replay_live
 
-    with Client(address) as client:
+    with Client(address, api_key=api_key or None) as client:
         with progress(f"connecting to {address}"):
             client.wait_until_connected(CONNECT_TIMEOUT_S)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
     help="Of the 500 of the evaluation set, evenly spread.",
 )
 @click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True)
-def train_measure(address: str, conversations: int, concurrency: int) -> None:
+@with_api_key
+def train_measure(address: str, conversations: int, concurrency: int, api_key: str) -> None:
     """Ask a served model every question of the evaluation set; a table of exact matches.
 
     Every message of the assistant is asked for behind the reference's conversation, at
@@ -246,10 +248,10 @@ def train_measure(address: str, conversations: int, concurrency: int) -> None:
         from ripresa.workers.demo.build_tokenizer import TOKENIZER
         from ripresa.workers.demo.ledger.evaluation import load_evaluation
 
-        model = served_model(address)
+        model = served_model(address, api_key)
         every = load_evaluation()
         chosen = [every[place * len(every) // conversations] for place in range(conversations)]
         asked = list(questions(Renderer(TOKENIZER), chosen))
-        scores = list(measure_live(address, model, asked, concurrency))
+        scores = list(measure_live(address, model, asked, concurrency, api_key))
     for line in table(scores, "valid"):
         click.echo(line)

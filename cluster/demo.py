@@ -83,8 +83,11 @@ DEFINITIONS = tuple(
 )
 
 
-def run_demo(config: ClusterConfig) -> None:
+def run_demo(config: ClusterConfig, api_key: str | None = None) -> None:
     """Start a local cluster, run the loop against it, stop what was started.
+
+    Args:
+        api_key: of a tenant, where the configuration asks for one.
 
     Raises:
         RipresaError: the model or a setting is wrong.
@@ -101,7 +104,7 @@ def run_demo(config: ClusterConfig) -> None:
                 "The bundled model's weights are seeded random numbers: its words are noise. Each "
                 "turn asks for a tool; the model writes the arguments."
             )
-        with Client(cluster.grpc_address, timeout_s=TIMEOUT_S) as client:
+        with Client(cluster.grpc_address, api_key=api_key, timeout_s=TIMEOUT_S) as client:
             run_loop(client)
         click.echo("stopping")
         with progress("stopping"):

@@ -47,21 +47,22 @@ def questions(renderer: Renderer, conversations: Sequence[Conversation]) -> Iter
             )
 
 
-def served_model(address: str) -> str:
+def served_model(address: str, api_key: str = "") -> str:
     """The name of a gateway's model.
 
     Args:
         address: of its HTTP port, as `http://127.0.0.1:8000`.
+        api_key: empty for none.
 
     Raises:
         Unavailable: nobody answers there.
     """
-    name: str = _request(f"{address}/v1/models")["data"][0]["id"]
+    name: str = _request(f"{address}/v1/models", api_key)["data"][0]["id"]
     return name
 
 
 def measure_live(
-    address: str, model: str, asked: Sequence[Question], concurrency: int
+    address: str, model: str, asked: Sequence[Question], concurrency: int, api_key: str = ""
 ) -> Iterator[Score]:
     """Ask a gateway at temperature 0.
 
@@ -83,7 +84,7 @@ def measure_live(
         }
         if question.declares_tools:
             body["tools"] = TOOLS
-        answer = _request(f"{address}/v1/chat/completions", body)["choices"][0]["message"]
+        answer = _request(f"{address}/v1/chat/completions", api_key, body)["choices"][0]["message"]
         verdict = compare(question.reference, answer)
         is_valid = verdict.is_valid_call or not question.reference.get("tool_calls")
         is_valid = is_valid and verdict is not Verdict.UNWANTED_CALL
@@ -93,9 +94,12 @@ def measure_live(
         yield from pool.map(ask, asked)
 
 
-def _request(url: str, body: dict[str, Any] | None = None) -> Any:
+def _request(url: str, api_key: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return json.load(response)

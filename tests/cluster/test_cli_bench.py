@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from scripted_inference import Script, scripted_gateways
 
 from ripresa.cluster.cli import FAILED, MISUSED, cli
+from ripresa.protos import ripresa_pb2 as pb
 
 
 def bench(path: Path, *options: str) -> Result:
@@ -63,3 +65,23 @@ def test_bad_lines_and_missing_files_are_named(trace: Path, tmp_path: Path) -> N
     assert result.exit_code == MISUSED
     assert "trace.jsonl:21" in result.output
     assert bench(tmp_path / "none").exit_code in (FAILED, MISUSED)
+
+
+def test_a_live_run_sends_its_key(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = [
+        pb.GenerateResponse(started=pb.Started(stream_id="s")),
+        pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH)),
+        pb.GenerateResponse(completed=pb.Completed(usage=pb.Usage(prompt_tokens=9))),
+    ]
+    for sequence, event in enumerate(answer):
+        event.sequence = sequence
+    script = Script(answer)
+    with scripted_gateways(script) as (address,):
+        live = ("--address", address, "--max-prompts", "2")
+        for options in (("--api-key", "k"), ()):
+            result = bench(trace, *live, *options)
+            assert result.exit_code == 0, result.output
+        monkeypatch.setenv("RIPRESA_API_KEY", "e")
+        assert bench(trace, *live).exit_code == 0
+    sent = [told.get("authorization") for told in script.metadata]
+    assert sent == [*["Bearer k"] * 2, None, None, *["Bearer e"] * 2]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from chat_support import calls_block, encode_output
 from gateway_thread import GatewayThread, gateway_thread
+from scripted_inference import Script, chat_script, scripted_gateways
 
 from ripresa.cluster.client import Client
-from ripresa.cluster.demo import MAX_CALL_TOKENS, count_lines, list_files, run_loop
+from ripresa.cluster.config import ClusterConfig
+from ripresa.cluster.demo import MAX_CALL_TOKENS, TURNS, count_lines, list_files, run_demo, run_loop
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -92,3 +96,12 @@ def test_the_tools_tell_the_truth() -> None:
         count_lines("..", ".py")
     with pytest.raises(ValueError, match="suffix must be one of"):
         count_lines("protos", "*")
+
+
+def test_a_cluster_that_asks_for_a_key_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(chat_script())
+    with scripted_gateways(script) as (address,):
+        cluster = nullcontext(SimpleNamespace(grpc_address=address))
+        monkeypatch.setattr("ripresa.cluster.demo.local_cluster", lambda config: cluster)
+        run_demo(ClusterConfig(), "k")
+    assert [told["authorization"] for told in script.metadata] == ["Bearer k"] * len(TURNS)

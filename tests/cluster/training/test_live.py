@@ -9,7 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from ripresa.cluster.cli import cli
 from ripresa.cluster.training.live import Question, measure_live, questions, served_model
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
@@ -19,24 +21,27 @@ from ripresa.workers.errors import InvalidArgument, Unavailable
 
 
 class Server(ThreadingHTTPServer):
-    """Answers questions that it knows; says `no` to others. `seen`: every request's body."""
+    """Answers questions that it knows; says `no` to others. `seen`: bodies; `keys`: of requests."""
 
     def __init__(self, known: list[Question], status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = {json.dumps(q.messages): q.reference for q in known}
         self.status = status
         self.seen: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         self._send(200, {"data": [{"id": "a-model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append(body)
+        self.server.keys.append(self.headers["Authorization"])
         said: Message = {"role": "assistant", "content": "no"}
         answer = self.server.answers.get(json.dumps(body["messages"]), said)
         self._send(self.server.status, {"choices": [{"message": answer}]})
@@ -96,3 +101,14 @@ def test_a_refusal_is_told_and_so_is_a_server_that_is_not_there(
         list(measure_live(address(server), "a-model", asked[:1], 1))
     with pytest.raises(Unavailable, match="start `ripresa serve`"):
         served_model("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("options", "sent"), [((), None), (("--api-key", "k"), "Bearer k")])
+def test_a_key_is_sent_with_every_question(
+    server: Server, options: tuple[str, ...], sent: str | None
+) -> None:
+    command = ["train", "measure", "--address", address(server), "--conversations", "1"]
+    result = CliRunner().invoke(cli, [*command, *options])
+    assert result.exit_code == 0, result.output
+    assert len(server.keys) > 1
+    assert set(server.keys) == {sent}
