@@ -176,6 +176,9 @@ def call_error(status: Status, request_id: str = "") -> CallError:
             request_id = asked.request_id
         else:
             packed.Unpack(info)
+    metadata = dict(info.metadata)
+    if field is None and (field := metadata.pop("field", None)) is not None:
+        message = message.removeprefix(f"{field}: ")
     return _KINDS.get(name, ServerError)(
         message,
         code=ErrorCode.__members__.get(name),
@@ -183,7 +186,7 @@ def call_error(status: Status, request_id: str = "") -> CallError:
         request_id=request_id,
         field=field,
         retry_after_s=retry_after_s,
-        metadata=info.metadata,
+        metadata=metadata,
     )
 
 

@@ -68,11 +68,13 @@ class Admission:
                 "a request with this id is running; use another id or none",
                 field=call.id_field,
             )
-        self._check_room(num_choices)
+        self._check_room(num_choices, call.choices_field)
         meter = None
         if self._quotas is not None:
             num_tokens = len(first.token_ids)
-            meter = self._quotas.admit(call.tenant, self._model, num_choices, num_tokens)
+            meter = self._quotas.admit(
+                call.tenant, self._model, num_choices, num_tokens, call.choices_field
+            )
         return self._enter(first.request_id, num_choices, meter)
 
     def resume(self, num_choices: int, tenant: str) -> Admitted:
@@ -82,7 +84,7 @@ class Admission:
             RequestError: RESOURCE_EXHAUSTED, or PERMISSION_DENIED.
         """
         name = f"resumed {uuid.uuid4().hex}"
-        self._check_room(num_choices)
+        self._check_room(num_choices, "stream_id")
         meter = None if self._quotas is None else self._quotas.resume(tenant, num_choices)
         return self._enter(name, num_choices, meter)
 
@@ -90,10 +92,10 @@ class Admission:
         self._running[name] = num_choices
         return Admitted(meter, lambda: self._running.pop(name))
 
-    def _check_room(self, num_choices: int) -> None:
+    def _check_room(self, num_choices: int, field: str) -> None:
         if num_choices > self._max_running:
             raise InvalidArgument(
-                "n",
+                field,
                 f"asks for {num_choices} choices, and at most {self._max_running} may run at once "
                 "(gateway.max_running); ask for fewer",
             )

@@ -15,13 +15,15 @@ class Call:
         request_id: the client's, or one that the server made.
         deadline: seconds since the epoch; None for none.
         tenant: whose it is; empty where there are no tenants.
-        id_field: where in the call a client names it, for refusals.
+        id_field, choices_field: where in the call a client names it, and asks for several choices;
+            for refusals.
     """
 
     request_id: str
     deadline: float | None = None
     tenant: str = ""
     id_field: str = "options.request_id"
+    choices_field: str = "sampling.n"
 
     @property
     def scoped_id(self) -> str:

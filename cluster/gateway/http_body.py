@@ -30,7 +30,7 @@ def authenticated(service: Callable[[], InferenceService]) -> Any:
 def call_of(request: Request) -> Call:
     """The request's own id, which `RequestIds` has checked or made, and its owner."""
     request_id: str = request.state.request_id
-    return Call(request_id, tenant=request.state.tenant, id_field=REQUEST_ID)
+    return Call(request_id, tenant=request.state.tenant, id_field=REQUEST_ID, choices_field="n")
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:

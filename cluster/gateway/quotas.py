@@ -141,7 +141,7 @@ class _Account:
     def _refused(self, reason: TenantRefusal) -> None:
         self._metrics.counter(TENANT_REFUSALS).labels(self.name, reason).inc()
 
-    def admit(self, model: str, num_choices: int, num_prompt_tokens: int) -> Meter:
+    def admit(self, model: str, num_choices: int, num_prompt_tokens: int, field: str) -> Meter:
         limits, now = self.limits, self._clock()
         if limits.models and model not in limits.models:
             self._refused(TenantRefusal.MODEL)
@@ -154,7 +154,7 @@ class _Account:
             self._refused(TenantRefusal.RUNNING)
             if num_choices > limits.max_running:
                 raise InvalidArgument(
-                    "n",
+                    field,
                     f"asks for {num_choices} choices, and at most {limits.max_running} of tenant "
                     f"{self.name} may be under way at once (max_running); ask for fewer",
                 )
@@ -208,15 +208,25 @@ class Quotas:
             else:
                 account.limit(limits)
 
-    def admit(self, tenant: str, model: str, num_choices: int, num_prompt_tokens: int) -> Meter:
+    def admit(
+        self,
+        tenant: str,
+        model: str,
+        num_choices: int,
+        num_prompt_tokens: int,
+        field: str = "sampling.n",
+    ) -> Meter:
         """Begin a request of a tenant.
+
+        Args:
+            field: where the request asks for so many choices.
 
         Raises:
             RequestError: PERMISSION_DENIED (not his model, or he is no tenant any more), or
                 RESOURCE_EXHAUSTED (a quota).
             InvalidArgument: more choices than he may ever have at once.
         """
-        return self._account(tenant).admit(model, num_choices, num_prompt_tokens)
+        return self._account(tenant).admit(model, num_choices, num_prompt_tokens, field)
 
     def resume(self, tenant: str, num_choices: int) -> Meter:
         """Go on with a request that was admitted elsewhere, where its prompt was charged.

@@ -165,4 +165,5 @@ def _lost(message: str) -> RequestError:
         "WORKER_LOST",
         f"{message}; send the request again",
         retry_after_s=1.0,
+        is_final=True,
     )

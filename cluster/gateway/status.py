@@ -2,8 +2,8 @@
 
 Every error carries `google.rpc.ErrorInfo` (reason, domain "ripresa") and `RequestInfo`; a bad field
 adds `BadRequest`, what was not found `ResourceInfo` instead, what is full `QuotaFailure`, and an
-error that a retry may cure `RetryInfo`. No stack trace, no prompt text,
-and every text in it is cut to a bound.
+error that a retry may cure `RetryInfo`. A field without a `BadRequest` is in `ErrorInfo.metadata`.
+No stack trace, no prompt text, and every text in it is cut to a bound.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class RequestError(RipresaError):
         resource: type and name of what was not found; of the two details it is told rather than
             `field`, which HTTP tells.
         precondition: whose state is not as the request needs it.
+        is_final: the same call fails again, and `retry_after_s` is about another one.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class RequestError(RipresaError):
         quota_subject: str | None = None,
         resource: tuple[str, str] | None = None,
         precondition: str | None = None,
+        is_final: bool = False,
     ) -> None:
         if len(metadata) > MAX_METADATA_ENTRIES:
             raise ValueError(f"a status has room for {MAX_METADATA_ENTRIES} metadata entries")
@@ -141,6 +143,7 @@ class RequestError(RipresaError):
         self.quota_subject = quota_subject
         self.resource = resource
         self.precondition = precondition
+        self.is_final = is_final
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a RequestError stays in the gateway process")
@@ -157,7 +160,9 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
     request_info = error_details_pb2.RequestInfo(request_id=shorten(request_id, MAX_NAME_BYTES))
     details: list[Message] = [info, request_info]
     resource = error.resource if isinstance(error, RequestError) else None
-    if error.field is not None and error.code in _FIELD_CODES and resource is None:
+    if error.field is not None and (error.code not in _FIELD_CODES or resource is not None):
+        info.metadata["field"] = shorten(error.field, MAX_NAME_BYTES)
+    elif error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=shorten(error.field, MAX_NAME_BYTES), description=shorten(error.message)
         )
@@ -204,6 +209,8 @@ async def abort(
     """
     status = rpc_status.to_status(to_rpc_status(error, request_id))
     pause_s = error.retry_after_s
+    if isinstance(error, RequestError) and error.is_final:
+        pause_s = None
     pushback_ms = -1 if pause_s is None or pause_s > MAX_PUSHBACK_S else round(1000 * pause_s)
     pushback = (("grpc-retry-pushback-ms", str(pushback_ms)),)
     await context.abort(status.code, status.details, (*status.trailing_metadata, *pushback))

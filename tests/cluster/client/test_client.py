@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 from chat_support import calls_block, encode_output
 from gateway_thread import GatewayThread, gateway_thread
@@ -38,15 +39,20 @@ from ripresa.cluster.client import (
     tool_result,
     user,
 )
+from ripresa.cluster.client.errors import call_error
+from ripresa.cluster.client.policy import CHANNEL_OPTIONS
 from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.protos import ripresa_pb2 as pb
+from ripresa.protos.ripresa_pb2_grpc import InferenceStub
 from ripresa.workers.errors import (
     ErrorCode,
     InvalidArgument,
     ResourceExhausted,
     RipresaError,
     Unavailable,
+    Unreachable,
 )
 
 EOS = 1
@@ -210,7 +216,9 @@ def test_an_error_says_everything(gateway: GatewayThread) -> None:
     assert (error.code, error.message) == (ErrorCode.UNAVAILABLE, "the worker died")
     assert (error.reason, error.request_id, error.retry_after_s) == ("UNAVAILABLE", "mine", 2.5)
     assert (wrong.value.field, wrong.value.reason) == ("sampling.top_p", "INVALID_REQUEST")
-    assert absent.value.reason == "MODEL_NOT_FOUND"
+    assert (absent.value.field, absent.value.reason) == ("options.model", "MODEL_NOT_FOUND")
+    assert absent.value.message.startswith("model 'other'")
+    assert absent.value.metadata == {}
     advice = {error.advice, wrong.value.advice, absent.value.advice}
     assert len(advice) == 3
     copy = pickle.loads(pickle.dumps(wrong.value))
@@ -238,6 +246,24 @@ def test_an_unavailable_or_full_start_is_repeated(
     with Client(gateway.address) as client:
         client.generate("hi", max_tokens=1, options={"request_id": "same"}).answer()
     assert [prompt.request_id for prompt in gateway.router.seen] == ["same"] * 3
+
+
+def test_a_lost_stream_is_asked_for_once(gateway: GatewayThread) -> None:
+    """The pause that its status names is one before the request, which is sent again."""
+    asked = []
+
+    async def find_stream(stream_id: str, worker_id: str) -> None:
+        asked.append(stream_id)
+        raise Unreachable(f"decode worker {worker_id} is gone")
+
+    gateway.router.find_stream = find_stream  # type: ignore[method-assign]
+    with grpc.insecure_channel(gateway.address, options=CHANNEL_OPTIONS) as channel:
+        call = InferenceStub(channel).Resume(pb.ResumeRequest(stream_id="s.decode-0"), timeout=60)
+        with pytest.raises(grpc.RpcError) as lost:
+            next(call)
+    error = call_error(lost.value)
+    assert (type(error), error.reason, error.retry_after_s) == (UnavailableError, "WORKER_LOST", 1)
+    assert asked == ["s"]
 
 
 def test_a_full_cluster_is_told_in_the_end(gateway: GatewayThread) -> None:

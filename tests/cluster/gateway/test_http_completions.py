@@ -191,3 +191,12 @@ async def test_token_ids(
     assert prompts == [prompt, prompt]
     plain = await client.completions.create(**ask())
     assert "token_ids" not in plain.choices[0].model_dump()
+
+
+async def test_more_choices_than_may_ever_run(
+    client: openai.AsyncOpenAI, router: InProcessRouter
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_running") as refused:
+        await client.completions.create(**ask(n=4))
+    assert refused.value.param == "n"
+    assert router.seen == []

@@ -9,6 +9,7 @@ from routed_turns import ask
 
 from ripresa.cluster.gateway.admission import Admission
 from ripresa.cluster.gateway.api_keys import Tenant, Tenants
+from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.quotas import Quotas, TokenBucket
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.observability.metrics import (
@@ -109,11 +110,11 @@ def test_more_choices_than_may_ever_run_are_no_matter_of_time() -> None:
     accounts, metrics, _ = quotas(max_running=2)
     with pytest.raises(InvalidArgument, match="at most 2") as refused:
         accounts.admit("a", "m", 3, 5)
-    assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
+    assert (refused.value.field, refused.value.retry_after_s) == ("sampling.n", None)
     assert metrics.counter(TENANT_REFUSALS).labels("a", "running")._value.get() == 1
     admission = Admission("m", 2, None)
     with pytest.raises(InvalidArgument, match=r"gateway\.max_running") as refused:
-        admission.admit([ask((1, 2), "r")] * 3, "")
+        admission.admit([ask((1, 2), "r")] * 3, Call("r", choices_field="n"))
     assert (refused.value.field, refused.value.retry_after_s) == ("n", None)
     assert admission.num_running == 0
 

@@ -272,6 +272,16 @@ async def test_a_running_request_id_is_taken(stub: Any, router: Any) -> None:
     assert found["ErrorInfo"].reason == "REQUEST_ID_IN_USE"
 
 
+async def test_more_choices_than_may_ever_run_are_named_by_their_field(
+    stub: Any, router: Any
+) -> None:
+    error, found = await refusal(stub.Generate(text(pb.SamplingParams(n=4))))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [each.field for each in found["BadRequest"].field_violations] == ["sampling.n"]
+    assert "gateway.max_running" in (error.details() or "")
+    assert router.seen == []
+
+
 async def test_one_too_many_is_refused_with_a_hint(stub: Any, router: Any) -> None:
     router.hold.clear()
     running = [stub.Generate(text(pb.SamplingParams(max_tokens=2))) for _ in range(3)]

@@ -110,6 +110,9 @@ def test_the_field_at_fault_is_a_detail(code: ErrorCode) -> None:
     bad = error_details_pb2.BadRequest()
     has_field = any(detail.Unpack(bad) for detail in status.details)
     assert has_field == (code in {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"})
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert info.metadata.get("field") == (None if has_field else "options.model")
     if has_field:
         assert [violation.field for violation in bad.field_violations] == ["options.model"]
 
