@@ -159,13 +159,21 @@ class BlockGiving:
         """
         if self._find_keepers is None:
             raise RipresaError(ErrorCode.FAILED_PRECONDITION, "nobody says who keeps blocks")
-        if self._stored is not None and unused:
+        num_moved = 0
+        for first in range(0, len(unused), MAX_ASKED):
+            asked = unused[first : first + MAX_ASKED]
+            num_moved += await self._give(asked, self._find_keepers)
+        return num_moved
+
+    async def _give(self, unused: Sequence[UnusedBlock], find_keepers: FindKeepers) -> int:
+        """The blocks of one question; how many were taken."""
+        if self._stored is not None:
             stored = await self._stored([each.record.identity for each in unused])
             unused = [e for e, on_disk in zip(unused, stored, strict=True) if not on_disk]
         if not unused:
             return 0
         asked = [Unkept(e.record.identity, e.record.origin, e.age_s) for e in unused]
-        keepers = await self._find_keepers(asked)
+        keepers = await find_keepers(asked)
         by_keeper: dict[WorkerAddress, list[UnusedBlock]] = {}
         for each, keeper in zip(unused, keepers, strict=True):
             if keeper is not None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.parked_states import ParkedSession
-from ripresa.workers.errors import RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources
 from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.report import SessionMove, WorkerState
@@ -175,6 +175,8 @@ class Departure:
 
         Raises:
             Unavailable: the drain was called off.
+            RipresaError: INTERNAL; it failed: the worker takes nothing new, and may be drained
+                again.
         """
         self._begin(order)
         told: DrainProgress | None = None
@@ -188,6 +190,11 @@ class Departure:
                 told = now
             if now.state is WorkerState.DRAINED:
                 return
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise RipresaError(
+                    ErrorCode.INTERNAL,
+                    f"the drain failed: {error!r}; drain the worker again, or let it serve again",
+                ) from error
             await asyncio.wait({task}, timeout=PROGRESS_INTERVAL_S)
 
     async def stay(self) -> None:
@@ -201,7 +208,10 @@ class Departure:
         await self._end_task()
 
     def _begin(self, order: DrainOrder) -> None:
-        if self._state is not WorkerState.READY and order == self._order:
+        is_dead = (
+            self._state is WorkerState.DRAINING and self._task is not None and self._task.done()
+        )
+        if self._state is not WorkerState.READY and order == self._order and not is_dead:
             return
         if self._task is not None:
             self._task.cancel()
@@ -221,6 +231,13 @@ class Departure:
 
     async def _run(self, order: DrainOrder) -> None:
         try:
+            await self._leave(order)
+        except Exception:
+            logger.exception("the drain failed")
+            raise
+
+    async def _leave(self, order: DrainOrder) -> None:
+        try:
             async with asyncio.timeout(order.grace_s):
                 await self._give_away(order.receivers)
                 await self._engine.emptied()
@@ -233,6 +250,9 @@ class Departure:
                 await self._engine.give_blocks()
             except RipresaError as error:
                 logger.warning("no blocks were given away: %s", error)
+            except Exception:
+                # They are copies; the sessions and streams are safe already.
+                logger.exception("giving blocks away failed")
         self._move_to(WorkerState.DRAINED)
 
     async def _hand_on(self) -> None:
@@ -305,6 +325,10 @@ class Departure:
                 return await self._adopt(receiver, request)
         except (RipresaError, TimeoutError) as error:
             logger.warning("%s took no session: %s", receiver.worker_id, error)
+            return False
+        except Exception:
+            # One session's failure holds up no other one; it stays here, and is counted.
+            logger.exception("%s took no session", receiver.worker_id)
             return False
 
     def _request(self, session: ParkedSession[Any], number: int) -> GenerationRequest:

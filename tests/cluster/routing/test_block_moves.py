@@ -19,8 +19,11 @@ from peer_cluster import turns_until
 from routed_cluster import RoutedCluster, routed_cluster
 from split_cluster import CONFIG, Stream
 
+from ripresa.workers import block_moves
+from ripresa.workers.address import WorkerAddress
 from ripresa.workers.block_moves import manifest_of
 from ripresa.workers.cache.block_hash import BlockIdentity
+from ripresa.workers.cache.cache_events import Unkept
 from ripresa.workers.config import DiskConfig, MoveConfig
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
@@ -193,6 +196,31 @@ async def test_a_block_that_went_before_it_was_read_is_late() -> None:
         counters = moves(cluster, "d0")
         assert (counters.num_moved, counters.num_late) == (0, 4)
         assert moves(cluster, "d1").num_taken == 0
+
+
+async def test_the_directory_is_asked_for_few_blocks_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However large the cache is that a worker leaves with."""
+    monkeypatch.setattr(block_moves, "MAX_ASKED", 3)
+    async with routed_cluster(0, 2, config=STILL, num_blocks=NUM_BLOCKS) as cluster:
+        for request in prompts(4):
+            await run(cluster, "d0", request)
+        core = cluster.workers_by_id["d0"].engine._core
+        giving, unused = core.exchange.giving, core._prefixes.blocks.at_risk(NUM_BLOCKS)
+        assert giving is not None
+        find_keepers = giving._find_keepers
+        asked: list[int] = []
+
+        async def counted(blocks: Sequence[Unkept]) -> Sequence[WorkerAddress | None]:
+            asked.append(len(blocks))
+            assert find_keepers is not None
+            return await find_keepers(blocks)
+
+        giving._find_keepers = counted
+        assert await giving.give(unused) == moves(cluster, "d1").num_taken > 3
+        assert sum(asked) == len(unused) > 6
+        assert max(asked) == 3
 
 
 async def test_what_is_on_disk_does_not_move() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from contextlib import aclosing
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 from hash_requests import prompt as tokens_of
@@ -21,7 +22,7 @@ from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.replay import PlanKind
 from ripresa.workers.report import WorkerState
-from ripresa.workers.request import Tokens
+from ripresa.workers.request import GenerationRequest, Tokens
 
 
 def receivers(cluster: RoutedCluster, leaving: str) -> tuple[WorkerAddress, ...]:
@@ -323,6 +324,47 @@ async def test_moves_that_nobody_heard_of_cost_no_answer() -> None:
         told = await drain(cluster, home)
         assert told[-1].num_sessions == 0
         # The receiver has the state, and the gateway names its old home: it is found all the same.
+        answered = await turn(cluster, ask(tokens, "next", session="s"))
+        assert answered.placed.worker_id != home
+        assert answered.recipe.kind is PlanKind.RESUME
+
+
+async def test_one_session_s_failure_holds_up_no_other() -> None:
+    """And it stays where it is: told truly."""
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        cluster.busy = {"d1": 10_000}
+        for number in range(3):
+            last, _ = await loop(cluster, 1, f"s{number}")
+            assert last.placed.worker_id == "d0"
+        cluster.busy.clear()
+        departure = cluster.workers_by_id["d0"].departure
+        adopt = departure._adopt
+
+        async def broken(receiver: WorkerAddress, request: GenerationRequest) -> bool:
+            if request.session_id == "s1":
+                raise ZeroDivisionError
+            return await adopt(receiver, request)
+
+        departure._adopt = broken
+        told = await drain(cluster, "d0")
+        assert told[-1].state is WorkerState.DRAINED
+        assert told[-1].num_sessions == 1
+
+
+async def test_a_drain_that_fails_says_so_and_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        last, tokens = await loop(cluster, 2, "s")
+        home = last.placed.worker_id
+        worker = cluster.workers_by_id[home]
+        with monkeypatch.context() as broken:
+            broken.setattr(worker.departure, "_give_away", mock.AsyncMock(side_effect=KeyError))
+            with pytest.raises(RipresaError, match="drain the worker again") as failed:
+                await drain(cluster, home)
+        assert failed.value.code is ErrorCode.INTERNAL
+        assert worker.departure.state is WorkerState.DRAINING
+        assert (await drain(cluster, home))[-1].num_sessions == 0
         answered = await turn(cluster, ask(tokens, "next", session="s"))
         assert answered.placed.worker_id != home
         assert answered.recipe.kind is PlanKind.RESUME
