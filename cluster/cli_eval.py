@@ -62,6 +62,11 @@ def evaluation() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the page to this file as well, its charts beside it.",
 )
+@click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="The gRPC port of a gateway that serves the checkpoint: ask it too, in every mode.",
+)
 @click.option("--self-test", is_flag=True, help="Only compare what must be equal.")
 @click.pass_context
 def eval_replay(
@@ -74,6 +79,7 @@ def eval_replay(
     numerics: str,
     out: Path | None,
     report: Path | None,
+    address: str | None,
     self_test: bool,
 ) -> None:
     """Measure what bounded replay costs: exact, decoder-bounded and both halves bounded.
@@ -97,7 +103,7 @@ def eval_replay(
     from ripresa.workers.worker_process import model_folder
 
     folder = model_folder(checkpoint)
-    asked = Evaluation(folder, conversations, limit, stacks, seed, Numerics(numerics))
+    asked = Evaluation(folder, conversations, limit, stacks, seed, Numerics(numerics), address)
 
     def echo(line: str) -> None:
         click.echo(line, err=not self_test)

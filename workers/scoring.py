@@ -31,6 +31,9 @@ from ripresa.workers.request import (
     WorkCounters,
 )
 
+_COMPARED_AT_ONCE = 64
+"""Rows; a large vocabulary's are 1 MB each in float64."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -147,17 +150,28 @@ def compare_logits(
     Of equally likely tokens the lowest id counts as the likeliest, as in greedy sampling.
 
     Args:
-        reference, other: [tokens, vocab], any float dtype.
+        reference, other: [tokens, vocab], any float dtype; at least one token.
         token_ids: the tokens that the rows foretell.
     """
-    tokens = torch.tensor(token_ids, dtype=torch.int64, device=reference.device)[:, None]
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=reference.device)
+    parts = zip(
+        *(tensor.split(_COMPARED_AT_ONCE) for tensor in (reference, other, tokens)), strict=True
+    )
+    compared = [_compare(*part) for part in parts]
+    return TokenDifferences(*(torch.cat(column) for column in zip(*compared, strict=True)))
+
+
+def _compare(
+    reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The fields of `TokenDifferences`, of rows few enough for float64 copies."""
     log_p = torch.log_softmax(reference.double(), -1)
     log_q = torch.log_softmax(other.double(), -1)
-    top = other.argmax(-1)
-    return TokenDifferences(
-        reference_nll=-log_p.gather(1, tokens)[:, 0],
-        nll=-log_q.gather(1, tokens)[:, 0],
-        kl=(log_p.exp() * (log_p - log_q)).sum(-1),
-        same_top=top == reference.argmax(-1),
-        top_is_token=top == tokens[:, 0],
+    top, place = other.argmax(-1), tokens[:, None]
+    return (
+        -log_p.gather(1, place)[:, 0],
+        -log_q.gather(1, place)[:, 0],
+        (log_p.exp() * (log_p - log_q)).sum(-1),
+        top == reference.argmax(-1),
+        top == tokens,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ripresa.cluster.client import Client
 from ripresa.cluster.evaluation.cases import (
     Case,
     cases_of,
@@ -23,6 +25,7 @@ from ripresa.cluster.evaluation.cases import (
 )
 from ripresa.cluster.evaluation.experiments import (
     Experiment,
+    Result,
     at_boundaries,
     growth,
     longest_case,
@@ -39,6 +42,7 @@ from ripresa.cluster.evaluation.report import (
     write_results,
 )
 from ripresa.cluster.evaluation.results_file import ResultsFile
+from ripresa.cluster.evaluation.served import ask
 from ripresa.cluster.evaluation.summary import Summary, summarise
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.config import Numerics
@@ -69,6 +73,8 @@ class Evaluation:
         limit: conversations.
         stacks: sequences for boundaries behind boundaries.
         seed: which conversations, and the bootstrap's draws.
+        address: `host:port` of a gateway's gRPC that serves the checkpoint, to be asked as well;
+            it changes no other result.
     """
 
     folder: Path
@@ -77,6 +83,7 @@ class Evaluation:
     stacks: int = 6
     seed: int = 0
     numerics: Numerics = Numerics.DETERMINISTIC
+    address: str | None = None
 
     @property
     def digest(self) -> str:
@@ -185,7 +192,8 @@ async def _fill_in(
     usable = [case for case in every if case.answer is not None or case.hit is not None]
     if not usable:
         raise _too_short()
-    pace = _Pace(len(usable) + len(stacks) + bool(stacks), echo)
+    asks = usable if asked.address else []
+    pace = _Pace(len(usable) + len(stacks) + bool(stacks) + len(asks), echo)
     for case in usable:
         places = {Experiment.ANSWER: case.answer, Experiment.HIT: case.hit}
         wanted = [experiment for experiment, place in places.items() if place is not None]
@@ -205,6 +213,22 @@ async def _fill_in(
         if missing:
             kept.add(await growth(lab, case, _REPEATS))
         pace.done("growth", was_computed=bool(missing))
+    if asked.address:
+        digest = asked.digest
+        with Client(asked.address) as client:
+            for case in asks:
+                is_missing = not kept.has(Experiment.SERVED, case.number)
+                if is_missing:
+                    matches, hits = await asyncio.to_thread(ask, client, case, digest)
+                    kept.add(
+                        Result(
+                            Experiment.SERVED,
+                            case.number,
+                            matches=tuple(matches),
+                            hits=tuple(hits),
+                        )
+                    )
+                pace.done(f"served conversation {case.number}", was_computed=is_missing)
 
 
 def _stacks(

@@ -4,6 +4,7 @@ answer     a served prompt behind a hit; distances count from the answer's first
 hit        both halves restart at the end of the hit; distances count from there
 stack      the prompt's prefix was itself computed behind 0 to 16 bounded hits
 growth     what prompts of growing length cost
+served     answers through a gateway (`served.py`)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ripresa.cluster.evaluation.measures import (
     groups,
     matches,
 )
+from ripresa.cluster.evaluation.served import Hit
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
@@ -48,6 +50,7 @@ class Experiment(StrEnum):
     HIT = "hit"
     STACK = "stack"
     GROWTH = "growth"
+    SERVED = "served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Result:
     groups: tuple[Group, ...] = ()
     matches: tuple[Match, ...] = ()
     costs: tuple[Cost, ...] = ()
+    hits: tuple[Hit, ...] = ()
     worst_exact: float | None = None
 
 
@@ -292,7 +296,7 @@ class _Tally:
             tuple(self._groups),
             tuple(self._matches),
             tuple(self.costs),
-            self._worst,
+            worst_exact=self._worst,
         )
 
 

@@ -12,7 +12,14 @@ from ripresa.cluster.evaluation.bootstrap import Estimate
 from ripresa.cluster.evaluation.experiments import Experiment
 from ripresa.cluster.evaluation.measures import CONTEXT, OVERLAP, SUPERVISED, bucket_names
 from ripresa.cluster.evaluation.plots import Line, line_chart
-from ripresa.cluster.evaluation.summary import ALL, CostRow, MatchRow, Summary, TokenRow
+from ripresa.cluster.evaluation.summary import (
+    ALL,
+    CostRow,
+    MatchRow,
+    ServedRow,
+    Summary,
+    TokenRow,
+)
 
 RESULTS = "results.json"
 REPORT = "report.md"
@@ -143,6 +150,15 @@ def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterat
         kinds = [SUPERVISED, CONTEXT]
         yield from _token_tables(whole, "hits behind one another", kinds, lambda row: row.kind)
     yield from _costs(summary.costs, shown("rows", "seconds"))
+    if summary.served:
+        yield (
+            "## Through the server\n\nEvery message of the conversations, asked of a gateway at "
+            "temperature 0 behind the reference's text, in order: each prompt goes on from what "
+            "the one before has left in the workers' caches. Windows that these keep spare "
+            "replays, so `both` is what is served, and seldom a replay.\n"
+        )
+        yield _served_table(summary.served)
+        yield from _match_tables([m for m in summary.matches if m.experiment == Experiment.SERVED])
 
 
 def _token_tables(
@@ -272,6 +288,27 @@ def _costs(rows: Sequence[CostRow], charts: str) -> Iterator[str]:
         yield charts
         body = [[f"`{row.arm}`", str(row.num_tokens), *_cost_cells(row)] for row in grown]
         yield _table(["arm", "prompt", *head[1:]], body)
+
+
+def _served_table(rows: Sequence[ServedRow]) -> str:
+    head = [
+        *["arm", "prompts", "by kind", "tokens skipped", "recomputed a prompt"],
+        *["bounded hits behind one another", "most", "s to first token"],
+    ]
+    body = [
+        [
+            f"`{row.arm}`",
+            str(row.num_prompts),
+            ", ".join(f"{kind} {number}" for kind, number in sorted(row.kinds.items())),
+            f"{row.skipped:.1%}",
+            f"{row.num_recomputed:.0f}",
+            f"{row.num_generations:.2f}",
+            str(row.most_generations),
+            "" if row.seconds is None else _told(row.seconds, ".3f"),
+        ]
+        for row in rows
+    ]
+    return _table(head, body)
 
 
 def _cost_cells(row: CostRow) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
 from ripresa.cluster.evaluation.measures import Group, Match
+from ripresa.cluster.evaluation.served import Hit
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 
 FILE = "samples.jsonl"
@@ -106,6 +107,7 @@ def _result(line: Mapping[str, Any]) -> Result:
         tuple(Group(**each) for each in line["groups"]),
         tuple(Match(**each) for each in line["matches"]),
         tuple(Cost(**each) for each in line["costs"]),
+        tuple(Hit(**each) for each in line["hits"]),
         line["worst_exact"],
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import numpy as np
 from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
 from ripresa.cluster.evaluation.measures import Group, Match
+from ripresa.cluster.evaluation.served import Hit
 
 ALL = "all"
 """All buckets, or all tasks, together."""
@@ -67,6 +68,28 @@ class CostRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedRow:
+    """Prompts that a gateway was asked in one mode.
+
+    Attributes:
+        kinds: how many of each `PlanKind`.
+        skipped: share of the prompts' tokens that were not computed.
+        num_recomputed: tokens computed although cached, a prompt's mean.
+        num_generations: bounded hits behind one another, a prompt's mean, and the most.
+        seconds: until the first token, the median and the quartiles; None if it is not known.
+    """
+
+    arm: str
+    num_prompts: int
+    kinds: dict[str, int]
+    skipped: float
+    num_recomputed: float
+    num_generations: float
+    most_generations: int
+    seconds: Estimate | None
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Everything that tables and plots show.
 
@@ -78,6 +101,7 @@ class Summary:
     tokens: tuple[TokenRow, ...]
     matches: tuple[MatchRow, ...]
     costs: tuple[CostRow, ...]
+    served: tuple[ServedRow, ...]
     worst_exact: dict[str, float]
 
 
@@ -96,6 +120,7 @@ def summarise(results: Sequence[Result], seed: int) -> Summary:
         tuple(_token_rows(results, seed)),
         tuple(_match_rows(results, seed)),
         tuple(_cost_rows(results)),
+        tuple(_served_rows(results)),
         worst,
     )
 
@@ -146,16 +171,39 @@ def _cost_rows(results: Sequence[Result]) -> Iterable[CostRow]:
             length = cost.num_tokens if result.experiment is Experiment.GROWTH else None
             found.setdefault((result.experiment.value, cost.arm, length), []).append(cost)
     for key, costs in found.items():
-        first, median, third = np.percentile([cost.seconds for cost in costs], (25, 50, 75))
         yield CostRow(
             *key,
             num_prompts=len(costs),
             num_skipped=_mean(costs, lambda cost: cost.num_skipped),
             encoder_row_layers=_mean(costs, lambda cost: cost.encoder_row_layers),
             decoder_row_layers=_mean(costs, lambda cost: cost.decoder_row_layers),
-            seconds=Estimate(float(median), float(first), float(third)),
+            seconds=_quartiles([cost.seconds for cost in costs]),
         )
 
 
 def _mean(costs: Sequence[Cost], of: Callable[[Cost], int]) -> float:
     return sum(of(cost) for cost in costs) / len(costs)
+
+
+def _served_rows(results: Sequence[Result]) -> Iterable[ServedRow]:
+    found: dict[str, list[Hit]] = {}
+    for result in results:
+        for hit in result.hits:
+            found.setdefault(hit.arm, []).append(hit)
+    for arm, hits in found.items():
+        seconds = [hit.seconds for hit in hits if hit.seconds is not None]
+        yield ServedRow(
+            arm=arm,
+            num_prompts=len(hits),
+            kinds=dict(Counter(hit.kind for hit in hits)),
+            skipped=sum(h.num_skipped for h in hits) / sum(h.num_tokens for h in hits),
+            num_recomputed=sum(hit.num_recomputed for hit in hits) / len(hits),
+            num_generations=sum(hit.num_generations for hit in hits) / len(hits),
+            most_generations=max(hit.num_generations for hit in hits),
+            seconds=_quartiles(seconds) if seconds else None,
+        )
+
+
+def _quartiles(values: Sequence[float]) -> Estimate:
+    first, median, third = np.percentile(values, (25, 50, 75))
+    return Estimate(float(median), float(first), float(third))

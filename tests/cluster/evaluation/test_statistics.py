@@ -126,7 +126,7 @@ def test_a_summary_adds_up_conversations() -> None:
             ),
             (Match("x", "T1", None, value > 1), Match("x", "T2", "across b", True)),
             (Cost("x", "bounded", 60, 8, 10 * number, 4, float(number)),),
-            value / 10,
+            worst_exact=value / 10,
         )
         for number, value in enumerate((1.0, 2.0, 3.0))
     ]
