@@ -9,7 +9,7 @@ import torch
 from ripresa.cluster.training.rendering import Renderer, Sample
 from ripresa.workers.demo.ledger.draws import Draws, Split
 from ripresa.workers.demo.ledger.filler import paragraphs
-from ripresa.workers.demo.ledger.scripts import FULL, WARM_UP, draw_conversation
+from ripresa.workers.demo.ledger.scripts import RECALL, WARM_UP, draw_conversation
 from ripresa.workers.demo.training.plan import Phase, Step
 from ripresa.workers.demo.training.trainer import Batch
 
@@ -60,7 +60,7 @@ class LedgerBatches:
             return self._renderer.text(text, TEXT_WEIGHT)
         conversation = draw_conversation(
             draws,
-            WARM_UP if step.phase is Phase.WARM_UP else FULL,
+            WARM_UP if step.phase is Phase.WARM_UP else RECALL,
             filler,
             num_characters,
             TOOLS_SHARE if step.length >= _LONG else 0.0,

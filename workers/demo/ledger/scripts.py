@@ -44,6 +44,18 @@ FULL: Mix = {
     Task.CALC: 0.08,
 }
 
+RECALL: Mix = {
+    Task.REPEAT: 0.12,
+    Task.NEAR: 0.13,
+    Task.FAR: 0.42,
+    Task.NEEDLE: 0.06,
+    Task.TWO_HOP: 0.08,
+    Task.UPDATE: 0.07,
+    Task.ABSENT: 0.05,
+    Task.CALC: 0.07,
+}
+"""All tasks, and many questions about what was read: they are short, and learnt last."""
+
 _MAX_PARAGRAPHS = 6
 _SHARE_WITH_PAGES = 0.4
 _SHARE_OF_UPDATED = 0.3

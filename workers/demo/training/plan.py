@@ -50,7 +50,7 @@ class Plan:
     lengths: tuple[tuple[float, int], ...] = ((0.6, 512), (0.9, 1024), (1.0, 2048))
     warm_up: float = 0.08
     dense: float = 0.4
-    decay: float = 0.4
+    decay: float = 0.25
     ramp_steps: int = 30
     tokens_per_step: int = TOKENS_PER_STEP
 
