@@ -204,11 +204,12 @@ def train_cells(
 
 
 def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[Way, Cell]:
-    from ripresa.cluster.training.cell_readers import read_in_processes
-    from ripresa.cluster.training.cells import cells
-    from ripresa.workers.demo.ledger.evaluation import load_evaluation
+    with progress(f"loading {folder}"):
+        from ripresa.cluster.training.cell_readers import read_in_processes
+        from ripresa.cluster.training.cells import cells
+        from ripresa.workers.demo.ledger.evaluation import load_evaluation
 
-    every = list(enumerate(load_evaluation()))
+        every = list(enumerate(load_evaluation()))
     chosen = [every[n * len(every) // num_conversations] for n in range(num_conversations)]
     readings, shown = [], time.monotonic()
     for done, found in enumerate(read_in_processes(folder, chosen, num_processes), 1):
