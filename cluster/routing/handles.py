@@ -268,7 +268,11 @@ class RayWorkerView:
             answer: WorkerList = await self._controller.workers.remote()
         now = time.monotonic()
         self._lost = {worker: until for worker, until in self._lost.items() if until > now}
-        listed = {} if answer.is_complete else dict(self._listed)
+        listed = {
+            name: worker
+            for name, worker in self._listed.items()
+            if not answer.is_complete and name not in answer.lapsed
+        }
         listed.update((worker.worker_id, worker) for worker in answer.workers)
         self._seen = {
             name: self._seen[name] if self._listed.get(name) == worker else now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ripresa.cluster.controller import Controller
-from ripresa.cluster.worker_registry import WorkerRegistry
+from ripresa.cluster.worker_registry import SETTLING_LEASES, WorkerRegistry
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.report import WorkerReport, WorkerState
 from ripresa.workers.request import EngineStats, WorkCounters
@@ -40,11 +40,26 @@ def test_a_leaving_worker_stays_listed_as_such() -> None:
     assert worker.is_leaving
 
 
-def test_a_list_is_complete_one_lease_after_the_start() -> None:
+def test_a_list_is_complete_some_leases_after_the_start() -> None:
     registry = WorkerRegistry(lease_s=5.0, started_at=10.0)
     registry.report(report("a"), now=10.0)
-    assert not registry.workers(14.9).is_complete
-    assert registry.workers(15.0).is_complete
+    settled = 10.0 + 5.0 * SETTLING_LEASES
+    assert not registry.workers(settled - 0.1).is_complete
+    assert registry.workers(settled).is_complete
+
+
+def test_before_that_it_is_known_who_reports_no_more() -> None:
+    """And not who has not found the controller's successor yet."""
+    registry = WorkerRegistry(lease_s=5.0, started_at=0.0)
+    for name in ("a", "b"):
+        registry.report(report(name), now=1.0)
+    registry.report(report("b"), now=4.0)
+    assert registry.workers(6.0).lapsed == {"a"}
+    assert registry.workers(7.0).lapsed == {"a"}
+    registry.report(report("a"), now=8.0)
+    assert registry.workers(8.5).lapsed == set()
+    assert registry.workers(9.0).lapsed == {"b"}
+    assert registry.workers(100.0).lapsed == set()
 
 
 async def test_the_controller_knows_whether_another_decode_worker_is_ready() -> None:
