@@ -1,4 +1,4 @@
-"""Whom does a gateway take for lost while the controller restarts? Nobody who may be found again."""
+"""Whom does a gateway take for lost while the controller restarts? Nobody who may come back."""
 
 from __future__ import annotations
 
