@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
+import jsonschema
 import pytest
 from chat_support import encode_output
 from reference_engine import Question, ReferenceEngine
@@ -19,6 +21,15 @@ from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub, SessionsStub
 
 REGEX = "[a-z]{6,9}( [0-9]{3}){60}"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": "^[a-f]{40,60}$"},
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5},
+    },
+    "required": ["code", "numbers"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture
@@ -209,3 +220,47 @@ def test_a_session_outlives_its_worker_and_its_gateways(resumable: ServedCluster
         with pytest.raises(grpc.RpcError) as caught:
             sessions.GetSession(named, timeout=60)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_session_s_format_holds_wherever_its_turns_are_told(resumable: ServedCluster) -> None:
+    """Begun at one gateway, told on by another; the next turn keeps to the format, too."""
+    constraint = pb.OutputConstraint(json_schema=json.dumps(SCHEMA))
+    opening = pb.OpenSessionRequest(
+        session_id="formatted",
+        config=pb.ConversationConfig(
+            thinking=pb.Thinking(enabled=False), response_format=constraint
+        ),
+    )
+    SessionsStub(resumable.channel).OpenSession(opening, timeout=200, wait_for_ready=True)
+
+    def turn(parent: str, text: str) -> pb.ChatRequest:
+        message = pb.Message(role=pb.ROLE_USER, content=text)
+        return pb.ChatRequest(
+            options=pb.RequestOptions(session_id="formatted"),
+            turn=pb.SessionTurn(parent_turn_id=parent, messages=[message]),
+            sampling=pb.SamplingParams(max_tokens=400, seed=5),
+        )
+
+    def finished(messages: list[pb.ChatResponse]) -> pb.Finished:
+        assert [message.sequence for message in messages] == list(range(len(messages)))
+        assert messages[-1].HasField("completed")
+        (end,) = (message.finished for message in messages if message.HasField("finished"))
+        said = "".join(m.delta.content for m in messages if m.HasField("delta"))
+        assert said == end.message.content
+        jsonschema.validate(json.loads(said), SCHEMA)
+        return end
+
+    with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+        call = InferenceStub(channel).Chat(turn("", "One?"), timeout=200, wait_for_ready=True)
+        told = [next(call) for _ in range(5)]
+        resumable.kill_replicas(GATEWAY)
+    resume = pb.ResumeRequest(stream_id=told[0].started.stream_id, next_sequence=len(told))
+    with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+        stub = InferenceStub(channel)
+        rest = [one.chat for one in stub.Resume(resume, timeout=200, wait_for_ready=True)]
+        one = finished([*told, *rest])
+        # The whole answer stands in the transcript, whoever told its end.
+        two = finished(list(stub.Chat(turn(one.turn_id, "Two?"), timeout=200)))
+        assert two.message.content != one.message.content
+        close = pb.CloseSessionRequest(session_id="formatted")
+        SessionsStub(channel).CloseSession(close, timeout=200)
