@@ -35,8 +35,8 @@ from ripresa.workers.replay_query import ReplayGeometry
 
 log = logging.getLogger(__name__)
 
-EXPLAIN_TIMEOUT_S = 5.0
-"""Longest wait for what the other gateways remember."""
+ASK_TIMEOUT_S = 5.0
+"""Longest wait for what the other gateways know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,12 @@ class Gateway:
         self._calls = RayWorkerCalls(encoders, decoders)
         metrics = GatewayMetrics(backends=(start.transfer_backend,), workers=self._view.workers)
         self._router = ClusterRouter(
-            self._view, self._calls, hints, start.planner, on_waste=metrics.wasted
+            self._view,
+            self._calls,
+            hints,
+            start.planner,
+            on_waste=metrics.wasted,
+            abort_elsewhere=self._abort_elsewhere if start.shares_port else None,
         )
         tokenizer = Tokenizer(Path(start.tokenizer_file))
         keys = None if start.api_keys_file is None else KeyFile(Path(start.api_keys_file))
@@ -213,16 +218,33 @@ class Gateway:
         found = await self.explain(request_id)
         if found is not None:
             return found
-        context = serve.get_replica_context()
-        gateways: Any = serve.get_deployment_handle(context.deployment, context.app_name)
-        async with failures("the other gateways"):
-            asked = gateways.broadcast("explain", request_id)
-            # A gateway that is ending must not hide what the others remember.
-            answers = await asked.results_async(timeout_s=EXPLAIN_TIMEOUT_S, return_exceptions=True)
-        for answer in answers:
+        for answer in await self._ask_all("explain", request_id):
             if isinstance(answer, list):
                 return answer
         return self.service.explain(request_id)
+
+    async def abort_waiting(self, request_id: str) -> bool:
+        """See `ClusterRouter.abort_waiting`."""
+        return self._router.abort_waiting(request_id)
+
+    async def _abort_elsewhere(self, request_id: str) -> bool:
+        return any(found is True for found in await self._ask_all("abort_waiting", request_id))
+
+    async def _ask_all(self, method: str, request_id: str) -> list[Any]:
+        """What every gateway answers; an exception for one that is ending, which must not hide what
+        the others know.
+
+        Raises:
+            RipresaError: Serve does not answer.
+        """
+        context = serve.get_replica_context()
+        gateways: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        async with failures("the other gateways"):
+            asked = gateways.broadcast(method, request_id)
+            answers: list[Any] = await asked.results_async(
+                timeout_s=ASK_TIMEOUT_S, return_exceptions=True
+            )
+        return answers
 
     async def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle gateway still counts requests."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -93,6 +93,8 @@ class ClusterRouter:
         reserve_timeout_s: longest wait for a decode worker's first word, and for another report
             of one that is to be asked again.
         on_waste: hears of prompt tokens that were computed in vain.
+        abort_elsewhere: asks the routers of other gateways to `abort_waiting`; None if there are
+            none.
 
     Attributes:
         log: the newest plans.
@@ -107,6 +109,7 @@ class ClusterRouter:
         settings: PlannerSettings,
         reserve_timeout_s: float = 5.0,
         on_waste: Callable[[Waste, int], None] | None = None,
+        abort_elsewhere: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
         self._view = view
         self._calls = calls
@@ -115,6 +118,7 @@ class ClusterRouter:
         self._settings = settings
         self._reserve_timeout_s = reserve_timeout_s
         self._on_waste = on_waste
+        self._abort_elsewhere = abort_elsewhere
         self._line = WaitingLine(view.changed)
         self.leases = TurnLeases(calls)
         self.log = self._routes.log
@@ -146,10 +150,12 @@ class ClusterRouter:
         return explanation(found, self.window)
 
     async def abort(self, request_id: str) -> bool:
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.abort():
+        if self.abort_waiting(request_id):
             return True
         here = self._running.get(request_id)
+        # Before the workers: who leaves a line meanwhile is found on one of them.
+        if here is None and self._abort_elsewhere and await self._abort_elsewhere(request_id):
+            return True
         decoders = [w.worker_id for w in self._view.workers() if w.kind is WorkerKind.DECODE]
         asked = [here] if here is not None else decoders
         answers = await asyncio.gather(
@@ -161,6 +167,11 @@ class ClusterRouter:
         if unknown:
             raise unknown[0]
         return False
+
+    def abort_waiting(self, request_id: str) -> bool:
+        """End a request that waits for room in this router; False if none of this id does."""
+        wait = self._waits.get(request_id)
+        return wait is not None and wait.abort()
 
     def called(self, request_id: str, tools: Sequence[str]) -> None:
         self.leases.called(request_id, tools)

@@ -537,3 +537,27 @@ async def test_workers_that_hear_nothing_of_a_lease_harm_nobody(
     assert len(cluster.leased) == 1
     assert len(cluster.session_ends) == 2
     assert caplog.text.count("is gone") == 3
+
+
+async def test_a_wait_ends_by_an_abort_at_another_gateway() -> None:
+    cluster = Cluster()
+    cluster.full = set(cluster.listed)
+    asked: list[str] = []
+
+    async def abort_elsewhere(request_id: str) -> bool:
+        asked.append(request_id)
+        return cluster.router.abort_waiting(request_id)
+
+    hints = PrefixHints(NoDirectory(), GEOMETRY, lambda worker_id: None)
+    other = ClusterRouter(
+        cluster, cluster, hints, PlannerSettings(), abort_elsewhere=abort_elsewhere
+    )
+    running = asyncio.create_task(cluster.run(replace(PROMPT, max_queue_s=30.0)))
+    await cluster.waited_for.wait()
+    assert await other.abort(PROMPT.request_id)
+    with pytest.raises(RipresaError, match="aborted") as aborted:
+        await running
+    assert aborted.value.code is ErrorCode.CANCELLED
+    assert not await other.abort("nobody's")
+    assert asked == [PROMPT.request_id, "nobody's"]
+    cluster.router.check_integrity()
