@@ -143,8 +143,8 @@ class GatewaySettings:
         http_host, http_port: where HTTP is served.
         max_message_bytes: largest request, by gRPC or HTTP.
         max_running: most answers under way at once in one gateway; one more is refused.
-        max_queue_time_s: how long a request waits while every worker is full, unless it says so
-            itself; 0 refuses it.
+        max_queue_time_s: how long a request waits while every worker is full or none is ready,
+            unless it says so itself; 0 refuses it.
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds. Then it cuts

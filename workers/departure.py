@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.parked_states import ParkedSession
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, WorkerLeaving
 from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources
 from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.report import SessionMove, WorkerState
@@ -263,7 +263,7 @@ class Departure:
             if is_there and not has_waited:
                 logger.info("%d requests go on elsewhere", self._engine.num_requests)
                 self._engine.fail_all(
-                    Unavailable("the worker is leaving; another one goes on with the request")
+                    WorkerLeaving("the worker is leaving; another one can serve the request")
                 )
                 await self._engine.emptied()
                 return

@@ -50,6 +50,7 @@ from ripresa.workers.errors import (
     ResourceExhausted,
     RipresaError,
     Unavailable,
+    WorkerLeaving,
 )
 from ripresa.workers.job import Job, Listener, OnLogits
 from ripresa.workers.models.base import ModelRunner, StepOutput
@@ -236,7 +237,7 @@ class EngineCore:
 
     async def stop(self) -> None:
         """Fail every request with UNAVAILABLE, wait for the running step, free everything."""
-        self._break("the worker is stopping; retry on another one")
+        self._break("the worker is stopping; retry on another one", WorkerLeaving)
         if self._task is not None:
             await self._task
         for job in tuple(self._by_id.values()):
@@ -319,7 +320,7 @@ class EngineCore:
             if self._refusal is not None:
                 raise Unavailable(self._refusal)
             if self._is_leaving:
-                raise Unavailable("the worker is leaving; another one can serve the request")
+                raise WorkerLeaving("the worker is leaving; another one can serve the request")
             self._scheduler.check(request)
             if request.deadline is not None and self._clock() >= request.deadline:
                 raise _deadline_exceeded()
@@ -959,10 +960,10 @@ class EngineCore:
                     Unavailable("no encoder worker delivered the prompt's state in time; retry"),
                 )
 
-    def _break(self, reason: str) -> None:
+    def _break(self, reason: str, kind: type[Unavailable] = Unavailable) -> None:
         """Run no further step; refuse and fail everything as UNAVAILABLE."""
         self._refusal = reason
-        self.fail_all(Unavailable(reason))
+        self.fail_all(kind(reason))
         self._wake.set()
 
     def _finish_claim(self, job: Job) -> None:

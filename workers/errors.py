@@ -115,5 +115,9 @@ class LeaderGone(Unavailable):
     """
 
 
+class WorkerLeaving(Unavailable):
+    """The worker is leaving: it takes nothing new, or ended a request for others to go on with."""
+
+
 class Unreachable(Unavailable):
     """The call did not reach the worker, or the worker died over it: it counts as lost."""

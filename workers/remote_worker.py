@@ -8,6 +8,7 @@ once instead of waiting for a worker that will not come back.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context
@@ -20,6 +21,8 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
 from ripresa.workers.report import SessionMove, WorkerReport
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,7 +82,9 @@ async def failures(what: str) -> AsyncGenerator[None]:
         # Nobody cancelled this side: the remote process ended the call with itself.
         raise Unreachable(f"{what} dropped the call") from None
     except Exception as error:
-        raise Unreachable(f"{what} is out of reach: {error}") from error
+        # Ray's own words are for whoever operates the cluster.
+        logger.warning("%s is out of reach: %s", what, error)
+        raise Unreachable(f"{what} is out of reach; try again") from error
 
 
 def report_to(controller: DeploymentHandle[Any]) -> Callable[[WorkerReport], Awaitable[None]]:

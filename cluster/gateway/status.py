@@ -23,7 +23,7 @@ from grpc_status import rpc_status
 
 from ripresa.cluster.routing.planner import AllLeaving, NoWorker
 from ripresa.cluster.routing.waiting_line import QueueTimeout
-from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable, WorkerLeaving
 
 DOMAIN = "ripresa"
 
@@ -92,8 +92,9 @@ STATUS: Mapping[ErrorCode, WireStatus] = MappingProxyType(
 _REASONS: Mapping[type[RipresaError], str] = MappingProxyType(
     {
         QueueTimeout: "QUEUE_TIMEOUT",
-        NoWorker: "NO_READY_WORKER",
         AllLeaving: "DRAINING",
+        NoWorker: "NO_READY_WORKER",
+        WorkerLeaving: "DRAINING",
         Unreachable: "WORKER_LOST",
     }
 )

@@ -105,7 +105,7 @@ class NoWorker(Unavailable):
     """Nobody is there who could take the request."""
 
 
-class AllLeaving(Unavailable):
+class AllLeaving(NoWorker):
     """Every worker that could take the request takes no new ones."""
 
 
@@ -116,7 +116,7 @@ def plan_route(
 
     Raises:
         InvalidArgument: the request fits no decode worker's KV pool.
-        Unavailable: no decode worker is left, or no encoder if one is wanted.
+        NoWorker: no decode worker is left, or no encoder if one is wanted.
     """
     fit = [worker for worker in workers if query.fits(worker) and not worker.is_leaving]
     alive = [worker for worker in fit if worker.worker_id not in query.avoid]

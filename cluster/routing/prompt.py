@@ -31,7 +31,7 @@ class PromptRequest:
         tenant_salt: requests with different ones share no cached state.
         session_id: the conversation that it goes on with; None for none.
         priority: lower ones come first, in every queue.
-        max_queue_s: longest wait while every worker is full; 0 for none.
+        max_queue_s: longest wait while every worker is full or none is ready; 0 for none.
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
         stream: under what others may go on with the answer; None ends it with its reader.

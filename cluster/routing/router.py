@@ -4,7 +4,7 @@ place ─▶ decode.generate ─▶ Reserved ─▶ encoder.prefill ─▶ Prefi
   ▲           ▲                              │ fails: another encoder, else local
   │           └──── decode worker lost: again by the same recipe, from what was streamed ────┘
   ├── a followed leader is gone: ask the directory again
-  └── every decode worker is full: wait for a turn
+  └── every decode worker is full, or none is ready: wait for a turn
 
 A resumed request follows the execution that some worker keeps; if none does, it is executed so too.
 """
@@ -22,6 +22,7 @@ from ripresa.cluster.routing.event_stream import EventStream, end_tasks
 from ripresa.cluster.routing.execution import Execution
 from ripresa.cluster.routing.kept_execution import KeptExecutions, ResumeCalls
 from ripresa.cluster.routing.plan_log import explanation
+from ripresa.cluster.routing.planner import NoWorker
 from ripresa.cluster.routing.prefix_hints import PrefixHints, new_claim
 from ripresa.cluster.routing.prompt import (
     CaughtUp,
@@ -34,7 +35,7 @@ from ripresa.cluster.routing.prompt import (
 )
 from ripresa.cluster.routing.route_finder import Placement, RouteFinder, WorkerView
 from ripresa.cluster.routing.turn_leases import LeaseCalls, TurnLeases
-from ripresa.cluster.routing.waiting_line import Wait, WaitingLine
+from ripresa.cluster.routing.waiting_line import QueueTimeout, Wait, WaitingLine
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.errors import (
@@ -43,6 +44,7 @@ from ripresa.workers.errors import (
     RipresaError,
     Unavailable,
     Unreachable,
+    WorkerLeaving,
 )
 from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.prefix_sources import PrefixOutcome
@@ -63,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_IDS = 10_000
 MAX_EXECUTIONS = 4
-"""Executions of one request before its last error is the client's answer."""
+"""Executions of one request that may fail; the last one's error is the client's answer."""
 MAX_LEADERS_LOST = 8
 """Leaders that one request waits for in vain before it computes by itself."""
 
@@ -230,18 +232,26 @@ class ClusterRouter:
         log = self.log.begin(prompt.request_id, len(prompt.token_ids))
         avoid: set[str] = set()
         gone: str | None = None
-        num_failed = num_leaders_lost = 0
+        retries = _Retries()
+        num_leaders_lost = 0
         failure: RipresaError | None = None
+        nobody: NoWorker | None = None
         while True:
             follows = num_leaders_lost < MAX_LEADERS_LOST
-            await wait.turn()
             try:
+                await wait.turn()
                 route = await self._routes.place(execution, avoid, log, gone, follows=follows)
-            except RipresaError:
-                if failure is None:
+                nobody = None
+            except NoWorker as error:
+                nobody = error
+                if wait.refused():
+                    continue
+                raise failure or error from None
+            except QueueTimeout:
+                if nobody is None:
                     raise
                 # What the last worker said tells more than that there is no other one.
-                raise failure from None
+                raise failure or nobody from None
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -294,10 +304,8 @@ class ClusterRouter:
                     execution, route, avoid, wait
                 ):
                     continue
-                num_failed += 1
-                if num_failed == MAX_EXECUTIONS or not self._may_retry(
-                    error, execution, route, avoid
-                ):
+                may_retry = self._may_retry(error, execution, route, avoid)
+                if not may_retry or not retries.take(error, route.decoder, execution.num_tokens):
                     self._waste(Waste.FAILED, route)
                     raise
                 self._waste(Waste.RETRIED, route)
@@ -465,6 +473,27 @@ class ClusterRouter:
             execution.prefilled(call.result())
         finally:
             await end_tasks((call, watch))
+
+
+class _Retries:
+    """How often one request may still be executed again."""
+
+    def __init__(self) -> None:
+        self._num_failed = 0
+        self._moved_from: tuple[str, int] | None = None
+
+    def take(self, error: RipresaError, worker_id: str, num_tokens: int) -> bool:
+        """Whether it may be after this failure.
+
+        A move off a worker that is leaving is none, unless the last one was off the same worker
+        with as many tokens.
+        """
+        here = worker_id, num_tokens
+        if isinstance(error, WorkerLeaving) and here != self._moved_from:
+            self._moved_from = here
+            return True
+        self._num_failed += 1
+        return self._num_failed < MAX_EXECUTIONS
 
 
 class _PrefillFailed(Unavailable):

@@ -1,4 +1,4 @@
-"""Who tries next when every worker that could take a request is full?
+"""Who tries next when every worker that could take a request is full, or none is ready?
 
     refused by all ─▶ join ─▶ turn: first in the line, and something has changed ─▶ try ─┬▶ leave
                                 ▲                                                        │
@@ -170,7 +170,7 @@ class Wait:
         self._priority, self._max_s = -math.inf, max(self._max_s, STARTED_WAIT_S)
 
     def refused(self) -> bool:
-        """Every worker is full; whether to try again at the next turn."""
+        """Every worker is full, or none is ready; whether to try again at the next turn."""
         self._has_turn = False
         if self._max_s <= 0:
             return False

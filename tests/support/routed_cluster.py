@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 from hash_machine import GEOMETRY, HashMachine
 from split_cluster import CONFIG, assert_idle
@@ -290,6 +291,7 @@ class RoutedCluster:
         self.dead: set[str] = set()
         self.busy: dict[str, int] = {}
         self._died = asyncio.Event()
+        self._numbers = count()
         transport = LoopbackTransport(None)
         addresses = [WorkerAddress(f"e{k}", WorkerKind.ENCODER) for k in range(num_encoders)]
         addresses += [WorkerAddress(f"d{k}", WorkerKind.DECODE) for k in range(num_decoders)]
@@ -383,6 +385,8 @@ class RoutedCluster:
     # -- what the router asks for ------------------------------------------------------------
 
     def workers(self) -> tuple[WorkerReport, ...]:
+        """Each look finds newer reports."""
+        number = next(self._numbers)
         return tuple(
             WorkerReport(
                 name,
@@ -397,6 +401,7 @@ class RoutedCluster:
                 100,
                 100,
                 state=worker.departure.state,
+                number=number,
             )
             for name, worker in self.workers_by_id.items()
             if name not in self.dead

@@ -17,6 +17,7 @@ from split_cluster import StepGate
 from suspensions import cancelled_at
 
 from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.router import MAX_EXECUTIONS
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.departure import DrainOrder, DrainProgress
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
@@ -162,6 +163,26 @@ async def test_after_the_grace_streams_go_on_elsewhere() -> None:
                     assert told[-1].num_running == 0
         check_tokens(asked, events)
         assert len(events.tokens) == 30
+
+
+async def test_a_stream_outlives_any_number_of_drains() -> None:
+    """Its worker leaves after every second token, and comes back."""
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        asked = ask(tokens_of(1, 20), "runs", max_tokens=30)
+        events = Answered()
+        left: list[str] = []
+        async with aclosing(cluster.router.generate(asked)) as stream:
+            async for event in stream:
+                events.events.append(event)
+                if isinstance(event, Tokens) and len(events.tokens) % 2 == 0:
+                    (busy,) = cluster.router._running.values()
+                    told = await drain(cluster, busy, grace_s=0.0, gives=False)
+                    assert told[-1].num_running == 0
+                    await cluster.workers_by_id[busy].departure.stay()
+                    left.append(busy)
+        check_tokens(asked, events)
+        assert len(left) > 2 * MAX_EXECUTIONS
+        assert set(left) == {"d0", "d1"}
 
 
 async def test_streams_that_nobody_could_take_end_where_they_are() -> None:

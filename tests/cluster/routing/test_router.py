@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from ripresa.cluster.routing.planner import AllLeaving, NoWorker
 from ripresa.cluster.routing.prefix_hints import NoDirectory, PrefixHints
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
@@ -23,6 +24,7 @@ from ripresa.workers.errors import (
     RipresaError,
     Unavailable,
     Unreachable,
+    WorkerLeaving,
 )
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
@@ -315,13 +317,58 @@ async def test_retries_end() -> None:
     cluster.router.check_integrity()
 
 
-async def test_no_worker_left() -> None:
+@pytest.mark.parametrize("after", [0, 2], ids=["before its first token", "later"])
+async def test_the_only_worker_is_lost_and_another_one_comes(after: int) -> None:
+    """Whoever may wait goes on there, in line."""
     cluster = Cluster(decoders=1)
-    cluster.decoding["d0"] = breaking(Unreachable("died"))
-    with pytest.raises(Unavailable, match="died"):
+    cluster.decoding["d0"] = breaking(Unreachable("died"), after)
+    max_queue_s = 0.0 if after else 30.0
+    first = asyncio.create_task(cluster.run(replace(PROMPT, max_queue_s=max_queue_s)))
+    await cluster.waited_for.wait()
+    new = replace(PROMPT, request_id="new", max_queue_s=30.0)
+    second = asyncio.create_task(cluster.run(new))
+    with pytest.raises(RipresaError):
+        await cluster.run(replace(PROMPT, request_id="in haste"))
+    cluster.listed.append("d1")
+    cluster.report("d1")
+    for running in (first, second):
+        check_answer(await running)
+    asked = [(worker, request.request_id) for worker, request in cluster.decoded]
+    assert asked == [("d0", PROMPT.request_id), ("d1", PROMPT.request_id), ("d1", "new")]
+    cluster.router.check_integrity()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_nobody_ready_is_told_after_the_wait_as_what_it_is(leaves: bool) -> None:
+    cluster = Cluster(decoders=1)
+    if leaves:
+        cluster.leaving = {"d0"}
+    else:
+        cluster.listed.clear()
+    for max_queue_s in (0.0, 0.01):
+        with pytest.raises(NoWorker, match="leaving" if leaves else "ready") as caught:
+            await cluster.run(replace(PROMPT, max_queue_s=max_queue_s))
+        assert isinstance(caught.value, AllLeaving) is leaves
+    cluster.router.check_integrity()
+
+
+async def test_the_loss_of_the_only_worker_is_told_when_nobody_comes() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.decoding["d0"] = breaking(Unreachable("died"), after=0)
+    with pytest.raises(Unreachable, match="died"):
+        await cluster.run(replace(PROMPT, max_queue_s=0.01))
+    cluster.router.check_integrity()
+
+
+async def test_a_worker_that_is_always_leaving_is_not_asked_for_ever() -> None:
+    """Its reports say that it is ready, and it refuses."""
+    cluster = Cluster(decoders=1)
+    cluster.reporting = {"d0"}
+    cluster.decoding["d0"] = breaking(WorkerLeaving("it leaves"), after=0)
+    with pytest.raises(WorkerLeaving):
         await cluster.run()
-    with pytest.raises(Unavailable, match="no decode worker is ready"):
-        await cluster.run()
+    assert len(cluster.decoded) == MAX_EXECUTIONS + 1
+    cluster.router.check_integrity()
 
 
 def refusing_once(cluster: Cluster, worker_id: str) -> Script:
