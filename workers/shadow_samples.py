@@ -35,7 +35,9 @@ SEGMENT_TOKENS = 32
 
 def is_sampled(request_id: str, index: int, share: float) -> bool:
     """Whether the token at `index` of an answer is among the `share` that is scored again."""
-    digest = xxhash.xxh3_64_intdigest(f"{request_id}\0{index // SEGMENT_TOKENS}".encode())
+    name = f"{request_id}\0{index // SEGMENT_TOKENS}"
+    # Clients name requests, and JSON has lone surrogates.
+    digest = xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
     return digest < share * 2.0**64
 
 

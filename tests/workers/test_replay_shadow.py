@@ -436,6 +436,43 @@ async def test_it_steps_only_while_nothing_is_served() -> None:
         assert worker.ran[-1] == "shadow"
 
 
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_sampled_token_has_one_end_whatever_comes_and_goes(seed: int) -> None:
+    random = Random(seed)
+    num_finished = 0
+
+    async def client(worker: Served, number: int) -> None:
+        nonlocal num_finished
+        cut = random.randrange(30, len(LONGER))
+        request = ask((*LONGER[:cut], 3 + number, 4), str(number), max_tokens=8)
+        given_up = random.choice([None, None, random.randrange(7)])
+        stream = worker.engine.generate(request, local=True)
+        is_behind, num_tokens = False, 0
+        async with aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, PrefillDone):
+                    is_behind = bool(event.recipe.restarts)
+                if isinstance(event, Tokens):
+                    num_tokens += len(event.token_ids)
+                if given_up is not None and num_tokens > given_up:
+                    return
+        num_finished += 8 * is_behind
+
+    async with served() as worker:
+        await run(worker.engine, ask(FIRST))
+        for first in range(0, 9, 3):
+            await asyncio.gather(*(client(worker, first + n) for n in range(3)))
+        await worker.samples.emptied()
+        outcomes = worker.outcomes
+        # Whoever goes away at the end may have had the whole answer.
+        num_scored = outcomes.pop(ShadowOutcome.SCORED)
+        assert num_scored >= num_finished > 0
+        assert num_scored % 8 == 0
+        assert outcomes.keys() <= {ShadowOutcome.UNFINISHED}
+        repeat = worker.divergence(ShadowReference.REPEAT)
+        assert (repeat.num_tokens, repeat.kl_sum) == (num_scored, 0.0)
+
+
 async def test_a_request_that_waits_for_its_prefill_holds_it_up_as_well() -> None:
     async with served(is_started=False) as worker:
         await run(worker.engine, ask(FIRST))

@@ -6,7 +6,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ripresa.workers.config import ShadowConfig
@@ -58,6 +58,7 @@ def test_the_share_of_tokens_is_the_budget() -> None:
     assert num_taken / sum(answers) == pytest.approx(SHARE, rel=0.1)
 
 
+@example("\ud800", 0, 0.5, 0.5)  # JSON has lone surrogates
 @given(st.text(), st.integers(0, 100_000), st.floats(0, 1), st.floats(0, 1))
 def test_more_of_the_same_tokens_are_taken_by_a_larger_share(
     request_id: str, index: int, one: float, other: float
