@@ -68,8 +68,8 @@ def write_report(summary: Summary, about: About, report: Path, charts: Path) -> 
     drawn = dict(_charts(summary, about.window))
     for name, svg in drawn.items():
         (charts / f"{name}.svg").write_text(svg, encoding="utf-8")
-    place = os.path.relpath(charts, report.parent)
-    links = {name: f"![{name}]({place}/{name}.svg)\n" for name in drawn}
+    place = Path(os.path.relpath(charts, report.parent))
+    links = {name: f"![{name}]({(place / name).as_posix()}.svg)\n" for name in drawn}
     report.write_text(page(summary, about, links), encoding="utf-8")
 
 
