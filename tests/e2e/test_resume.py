@@ -24,8 +24,13 @@ REGEX = "[a-z]{6,9}( [0-9]{3}){60}"
 SCHEMA = {
     "type": "object",
     "properties": {
-        "code": {"type": "string", "pattern": "^[a-f]{40,60}$"},
-        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5},
+        "code": {"type": "string", "pattern": "^[a-f]{12,16}$"},
+        "numbers": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "minItems": 1,
+            "maxItems": 2,
+        },
     },
     "required": ["code", "numbers"],
     "additionalProperties": False,
