@@ -36,7 +36,23 @@ _FORMAT: Schema = {
     },
 }
 
+_MODES: Mapping[str, pb.ReplayMode.ValueType] = {
+    "exact": pb.REPLAY_MODE_EXACT,
+    "bounded": pb.REPLAY_MODE_BOUNDED,
+    "canonical": pb.REPLAY_MODE_CANONICAL,
+}
+_CACHE_POLICY: Schema = {
+    "type": "object",
+    "properties": {
+        "replay_mode": {"enum": list(_MODES)},
+        "disable_read": _BOOLEAN,
+        "disable_write": _BOOLEAN,
+        "disable_resume": _BOOLEAN,
+    },
+    "additionalProperties": False,
+}
 _CACHE: dict[str, Schema] = {
+    "cache_policy": _CACHE_POLICY,
     "cache_salt": _STRING,
     "session_id": _STRING,
     "prompt_cache_key": _STRING,
@@ -230,7 +246,7 @@ def sampling_of(body: Json) -> AskedSampling:
 
 
 def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
-    """The options of a body: cache salt, session hint, how soon it must run, when it goes on.
+    """The options of a body: what of the cache it uses, its session, when it runs and goes on.
 
     Raises InvalidArgument for one that a gRPC message could not hold.
     """
@@ -243,6 +259,7 @@ def options_of(body: Json, session_header: str | None) -> pb.RequestOptions:
     if not -(2**31) <= (priority := body.get("priority", 0)) < 2**31:
         raise InvalidArgument("priority", "must fit 32 bits")
     options.priority = priority
+    options.cache_policy.CopyFrom(_cache_policy(body.get("cache_policy", {})))
     if (seconds := body.get("max_queue_time")) is not None:
         check_queue_time(seconds, "max_queue_time")
         options.max_queue_time.FromNanoseconds(round(seconds * 1e9))
@@ -335,8 +352,19 @@ def _check_type(path: str, value: object, schema: Schema) -> None:
                 if "items" in schema:
                     _check_type(f"{path}[{index}]", item, schema["items"])
         if isinstance(value, dict) and "additionalProperties" in schema:
-            for key, item in value.items():
-                _check_type(f"{path}[{key[:32]}]", item, schema["additionalProperties"])
+            _check_properties(path, value, schema)
+
+
+def _check_properties(path: str, value: Json, schema: Schema) -> None:
+    """Of an object whose properties are listed, or all of one type."""
+    others = schema["additionalProperties"]
+    for key, item in value.items():
+        if others is not False:
+            _check_type(f"{path}[{key[:32]}]", item, others)
+        elif key not in schema["properties"]:
+            raise InvalidArgument(f"{path}.{key[:32]}", "is not supported")
+        else:
+            _check_type(f"{path}.{key}", item, schema["properties"][key])
 
 
 def _check_one_of(path: str, value: object, schemas: list[Schema]) -> None:
@@ -347,6 +375,11 @@ def _check_one_of(path: str, value: object, schemas: list[Schema]) -> None:
             return
     words = " or ".join(_TYPES[schema["type"]][1] for schema in schemas)
     raise InvalidArgument(path, f"must be {words}")
+
+
+def _cache_policy(asked: Json) -> pb.CachePolicy:
+    replay_mode = _MODES[asked["replay_mode"]] if "replay_mode" in asked else None
+    return pb.CachePolicy(**{**asked, "replay_mode": replay_mode})
 
 
 def _max_tokens(body: Json) -> int | None:

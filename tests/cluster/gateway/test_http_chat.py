@@ -22,6 +22,7 @@ from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import tenant_salt
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers.errors import ResourceExhausted, Unavailable
+from ripresa.workers.replay import ReplayMode
 
 EOS = 1
 MODEL = "deepseek-demo"
@@ -422,6 +423,22 @@ async def test_refusals_name_the_field(
     assert (caught.value.code or "").startswith(code)
     assert caught.value.request_id
     assert router.seen == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_every_endpoint_takes_a_replay_mode(
+    raw: httpx.AsyncClient, router: InProcessRouter, path: str, body: dict[str, Any]
+) -> None:
+    asked = {"model": MODEL, "cache_policy": {"replay_mode": "exact"}, **body}
+    assert (await raw.post(path, json=asked)).status_code == 200
+    assert router.seen[0].cache.mode is ReplayMode.EXACT
 
 
 RESPONSES_REFUSED = {

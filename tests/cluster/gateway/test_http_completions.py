@@ -14,6 +14,8 @@ from in_process_router import InProcessRouter
 
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.replay import ReplayMode
+from ripresa.workers.request import CacheUse
 
 
 @pytest.fixture
@@ -134,6 +136,25 @@ async def test_prompts_of_token_ids(client: openai.AsyncOpenAI, router: InProces
     assert [p.token_ids for p in router.seen[:2]] == [(0, 2, 9)] * 2
 
 
+async def test_what_of_the_cache_a_request_uses(
+    client: openai.AsyncOpenAI, router: InProcessRouter
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {},
+        {"replay_mode": "exact"},
+        {"replay_mode": "canonical", "disable_resume": True},
+        {"disable_read": True, "disable_write": True},
+    ]
+    for policy in asked:
+        await client.completions.create(**ask(max_tokens=1, extra_body={"cache_policy": policy}))
+    assert [prompt.cache for prompt in router.seen] == [
+        CacheUse(),
+        CacheUse(ReplayMode.EXACT),
+        CacheUse(ReplayMode.CANONICAL, resumes=False),
+        CacheUse(reads=False, writes=False, resumes=False),
+    ]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two texts": ({"prompt": ["a", "b"]}, "prompt"),
     "an empty text": ({"prompt": ""}, "prompt"),
@@ -147,6 +168,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an echo": ({"echo": True}, "echo"),
     "a choice of several": ({"best_of": 3}, "best_of"),
     "logprobs": ({"logprobs": 21}, "logprobs"),
+    "a policy": ({"extra_body": {"cache_policy": "exact"}}, "cache_policy"),
+    "a mode": ({"extra_body": {"cache_policy": {"replay_mode": "x"}}}, "cache_policy.replay_mode"),
+    "no truth": (
+        {"extra_body": {"cache_policy": {"disable_read": 1}}},
+        "cache_policy.disable_read",
+    ),
+    "its rest": ({"extra_body": {"cache_policy": {"tail": "full"}}}, "cache_policy.tail"),
     "a priority": ({"extra_body": {"priority": 2**31}}, "priority"),
 }
 
