@@ -14,7 +14,6 @@ import math
 
 import torch
 
-from ripresa.kernels.dispatch import rope_frequencies
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.tensor_specs import Shape, tensor_shapes
 
@@ -109,7 +108,7 @@ class _Copying:
         wkv[rotated, self._constant] = keys[:, None] / total
         keys = keys * math.sqrt(c.head_dim / 2) / keys.norm()
         size = PEAK / c.softmax_scale / float(keys.sum()) / latent
-        frequencies = rope_frequencies(c.qk_rope_head_dim, c.rope_theta)[: len(keys)]
+        frequencies = c.rope_theta ** (-2 * torch.arange(len(keys)) / c.qk_rope_head_dim)
         for number, channels in enumerate((self._previous, self._before)):
             angles = frequencies * (number + 1)
             rows = wq_b[number * c.head_dim : (number + 1) * c.head_dim]
