@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from ripresa.cluster.progress import progress
+
 _DIFFERS = 1
 """Exit code: what must be equal is not."""
 
@@ -98,11 +100,12 @@ def eval_replay(
     """
     if out is None and not self_test:
         raise click.UsageError("name a folder for the results with --out, or ask for --self-test")
-    from ripresa.cluster.evaluation.evaluate import Evaluation, run_evaluation, run_self_test
-    from ripresa.workers.config import Numerics
-    from ripresa.workers.worker_process import model_folder
+    with progress("loading"):
+        from ripresa.cluster.evaluation.evaluate import Evaluation, run_evaluation, run_self_test
+        from ripresa.workers.config import Numerics
+        from ripresa.workers.worker_process import model_folder
 
-    folder = model_folder(checkpoint)
+        folder = model_folder(checkpoint)
     asked = Evaluation(folder, conversations, limit, stacks, seed, Numerics(numerics), address)
 
     def echo(line: str) -> None:

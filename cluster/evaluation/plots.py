@@ -9,8 +9,8 @@ from html import escape
 
 from ripresa.cluster.evaluation.bootstrap import Estimate
 
-_WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 196, 40, 56
+_WIDTH, _HEIGHT = 760, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 232, 40, 56
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's, which people who see few colours can tell apart."""
 
