@@ -1116,12 +1116,17 @@ class Finished(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TURN_ID_FIELD_NUMBER: _builtins.int
+    TURN_ERROR_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     reason: Global___FinishReason.ValueType
     stop_string: _builtins.str
     stop_token_id: _builtins.int
     turn_id: _builtins.str
     """sessions: parent_turn_id of the next call"""
+    turn_error: _builtins.str
+    """Why the session could not take the turn, as an error's reason, such as
+    SESSION_NOT_FOUND; then turn_id is empty, and the next turn has no parent.
+    """
     @_builtins.property
     def message(self) -> Global___Message:
         """the whole assistant message, parsed"""
@@ -1135,10 +1140,11 @@ class Finished(_message.Message):
         stop_token_id: _builtins.int = ...,
         message: Global___Message | None = ...,
         turn_id: _builtins.str = ...,
+        turn_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "matched_stop", b"matched_stop", "message", b"message", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "matched_stop", b"matched_stop", "message", b"message", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "turn_error", b"turn_error", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015

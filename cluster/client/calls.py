@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
+from ripresa.cluster.client.errors import PreconditionError
+from ripresa.cluster.client.events import Finished
 from ripresa.cluster.client.exchange import Exchange
 from ripresa.cluster.client.requests import (
     Effort,
@@ -100,6 +102,7 @@ class SessionTurns(Generic[S]):
         self._calls = calls
         self.info = info
         self.head_turn_id = head_turn_id
+        self._turn_error = ""
 
     @property
     def session_id(self) -> str:
@@ -121,12 +124,20 @@ class SessionTurns(Generic[S]):
 
         Raises:
             InvalidArgument: the request cannot be sent. What the server refuses, the stream raises.
+            PreconditionError: the server could not keep the last turn (`Finished.turn_error`).
         """
+        if self._turn_error:
+            raise PreconditionError(
+                "the session could not take its last turn; send the whole conversation, or open a "
+                "new session",
+                reason=self._turn_error,
+            )
         asked: Options = {**(options or {}), "session_id": self.session_id}
         said = pb.SessionTurn(parent_turn_id=self.head_turn_id, messages=list(messages))
         request = chat_request(said, tool_choice, sampling, asked, return_token_ids)
         timeout = self._calls.timeout_of(timeout_s)
-        return self._calls.stream(Exchange(request, timeout, on_turn=self._move_to))
+        return self._calls.stream(Exchange(request, timeout, on_finished=self._move_to))
 
-    def _move_to(self, turn_id: str) -> None:
-        self.head_turn_id = turn_id
+    def _move_to(self, finished: Finished) -> None:
+        self._turn_error = finished.turn_error
+        self.head_turn_id = finished.turn_id or self.head_turn_id

@@ -115,12 +115,15 @@ class Finished:
         reason: `stop`, `length` or `tool_calls`.
         message: the whole message of a chat, to be sent back as it is.
         turn_id: of a session; a later turn may name it as its parent.
+        turn_error: why the session could not take the turn, such as SESSION_NOT_FOUND; no later
+            turn can go on from it.
     """
 
     choice: int
     reason: str
     message: pb.Message
     turn_id: str
+    turn_error: str
     stop_string: str | None
     stop_token_id: int | None
 
@@ -384,6 +387,7 @@ def _finished(finished: pb.Finished) -> Finished:
         reason=pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
         message=finished.message,
         turn_id=finished.turn_id,
+        turn_error=finished.turn_error,
         stop_string=finished.stop_string if matched == "stop_string" else None,
         stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
     )

@@ -52,7 +52,7 @@ class Exchange:
 
     Args:
         timeout_s: for all calls of it together.
-        on_turn: hears the id of a session's turn once it is finished.
+        on_finished: hears of the first choice's end.
         clock: monotonic seconds.
     """
 
@@ -61,12 +61,12 @@ class Exchange:
         request: Request,
         timeout_s: float,
         *,
-        on_turn: Callable[[str], None] = lambda turn_id: None,
+        on_finished: Callable[[Finished], None] = lambda finished: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request = request
         self.reader = StreamReader()
-        self._on_turn = on_turn
+        self._on_finished = on_finished
         self._clock = clock
         self._deadline = clock() + timeout_s
         self._broken_by: CallError | None = None
@@ -93,8 +93,8 @@ class Exchange:
         """
         for event in self.reader.read(response):
             self._num_resumes = 0
-            if isinstance(event, Finished) and event.choice == 0 and event.turn_id:
-                self._on_turn(event.turn_id)
+            if isinstance(event, Finished) and event.choice == 0:
+                self._on_finished(event)
             yield event
 
     def failed(self, status: Status) -> None:

@@ -223,8 +223,10 @@ class Sessions:
     ) -> AsyncGenerator[pb.ChatResponse]:
         """The messages of a turn; each answer is in the transcript before its `finished` is told.
 
+        Where the transcript is lost, or cannot take it, `finished` says so: the answer is not lost.
+
         Raises:
-            RipresaError: the transcript cannot take it; or as the messages do.
+            RipresaError: UNAVAILABLE, the store does not answer; or as the messages do.
         """
         started = pb.Started()
         async with aclosing(messages):
@@ -252,9 +254,11 @@ class Sessions:
             started.worker_id,
         )
         refusal = await self._store.append(place.key, record)
-        if refusal is not None:
-            raise refused(refusal, place.key[1], place.parent_id)
-        finished.turn_id = turn_id
+        if refusal is None:
+            finished.turn_id = turn_id
+        else:
+            log.warning("a session did not take its turn: %s", refusal)
+            finished.turn_error = refusal
 
     def _ttl(self, asked: Duration | None) -> float:
         if asked is None:

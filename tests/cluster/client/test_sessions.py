@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from scripted_inference import Script, chat_script, scripted_gateways
 
-from ripresa.cluster.client import AsyncClient, Client, UnavailableError, system, tool, user
+from ripresa.cluster.client import (
+    AsyncClient,
+    Client,
+    PreconditionError,
+    UnavailableError,
+    system,
+    tool,
+    user,
+)
 from ripresa.protos import ripresa_pb2 as pb
 
 WEATHER = tool("get_weather", "Weather", {"type": "object"})
@@ -81,3 +89,17 @@ def test_a_turn_that_fails_moves_nothing() -> None:
         with pytest.raises(UnavailableError, match="before the answer was complete"):
             session.turn([user("one")]).answer()
         assert session.head_turn_id == "t7"
+
+
+def test_after_a_turn_that_was_not_kept_the_conversation_does_not_go_on_without_it() -> None:
+    answer = chat_script(stream_id="")
+    answer[-2].finished.ClearField("turn_id")
+    answer[-2].finished.turn_error = "SESSION_NOT_FOUND"
+    with scripted_gateways(Script(answer)) as addresses, Client(*addresses) as client:
+        session = client.session("mine")
+        told = session.turn([user("one")]).answer()
+        assert (told.content, told.turn_id) == ("One moment.", "")
+        with pytest.raises(PreconditionError, match="the whole conversation") as caught:
+            session.turn([user("two")])
+        assert caught.value.reason == "SESSION_NOT_FOUND"
+        session.branch("").turn([user("other")]).answer()

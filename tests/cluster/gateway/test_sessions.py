@@ -18,6 +18,7 @@ from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.sessions import Sessions
 from ripresa.cluster.gateway.status import RequestError, to_rpc_status
+from ripresa.cluster.sessions.store import LocalSessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
@@ -320,6 +321,27 @@ async def test_a_store_that_is_out_of_reach_says_so(monkeypatch: pytest.MonkeyPa
         ticket = gateways.asked[-1].stream
         assert ticket is not None
         assert ended(await gateway.resume(f"{ticket.stream_id}.d0", 1)).turn_id
+
+
+async def test_an_answer_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies during a turn; its successor knows no session."""
+    async with resumable_gateways(ANSWERS) as gateways:
+        gateway = gateways.another()
+        await opened(gateway)
+        append, successor = gateways.store.append, LocalSessionStore()
+        monkeypatch.setattr(gateways.store, "append", successor.append)
+        told = await gateway.ask(turn("", user("Weather?"), seed=2))
+        resumed = await gateway.resume(told[0].started.stream_id)
+        for messages in (told, resumed):
+            one = ended(messages)
+            assert one.message.content == "It is cold."
+            assert (one.turn_id, one.turn_error) == ("", "SESSION_NOT_FOUND")
+            assert messages[-1].HasField("completed")
+        # The same store again: a later `Resume` keeps the turn.
+        monkeypatch.setattr(gateways.store, "append", append)
+        one = ended(await gateway.resume(told[0].started.stream_id))
+        assert (await found(gateway)).head_turn_id == one.turn_id
+        assert one.turn_error == ""
 
 
 async def test_turns_go_beyond_the_size_of_one_message() -> None:
