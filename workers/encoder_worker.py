@@ -10,6 +10,7 @@ from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
 from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
+from ripresa.workers.errors import RipresaError
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.remote_peers import RemotePeers
 from ripresa.workers.remote_worker import (
@@ -86,11 +87,17 @@ class EncoderWorker(ServedWorker[EncoderEngine]):
 
     async def prefill(
         self, request: GenerationRequest, receiver: str, caller: str, *, worker_id: str
-    ) -> WorkCounters:
-        """See `EncoderEngine.prefill`; for a kept stream it goes on when the caller dies."""
+    ) -> WorkCounters | RipresaError:
+        """See `EncoderEngine.prefill`; for a kept stream it goes on when the caller dies.
+
+        What it raises is returned: an exception would stand in the log as a crash.
+        """
         require_target(self._worker_id, worker_id)
         work = self._engine.prefill(request, receiver)
-        return await (work if request.stream is None else self._calls.run(caller, work))
+        try:
+            return await (work if request.stream is None else self._calls.run(caller, work))
+        except RipresaError as error:
+            return error
 
     async def let_go(self, caller: str, *, worker_id: str) -> None:
         """See `DetachedCalls.let_go`."""

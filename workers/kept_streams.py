@@ -170,6 +170,9 @@ class KeptStreams:
     ) -> AsyncGenerator[EngineEvent]:
         """See `DecodeEngine.generate`. A request with a ticket goes on when this is closed.
 
+        A refusal is a `Failed` too: an exception would stand in the worker's log as a crash, with
+        what of the request its text quotes.
+
         Args:
             reader: who reads; new with every call.
 
@@ -178,9 +181,12 @@ class KeptStreams:
         """
         ticket = request.stream
         if ticket is None:
-            async with aclosing(self._engine.generate(request, local=local)) as events:
-                async for event in events:
-                    yield event
+            try:
+                async with aclosing(self._engine.generate(request, local=local)) as events:
+                    async for event in events:
+                        yield event
+            except RipresaError as error:
+                yield Failed(error)
             return
         self._goodbyes.check(reader)
         stream = self._begin(request, ticket, local)

@@ -145,8 +145,10 @@ class RayWorkerCalls:
                 self._encoders.prefill.remote, request, receiver, caller, **{TARGET: worker_id}
             )
             try:
-                counters: WorkCounters = await answer
+                counters: WorkCounters | RipresaError = await answer
                 is_over = True
+                if isinstance(counters, RipresaError):
+                    raise counters
                 return counters
             except RipresaError:
                 is_over = True

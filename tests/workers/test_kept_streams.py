@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 from hash_requests import make_request
 
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.kept_streams import KeptStreams
 from ripresa.workers.request import (
     EngineEvent,
+    Failed,
     Finished,
     FinishReason,
     GenerationRequest,
@@ -135,3 +136,22 @@ async def test_a_stream_too_long_to_be_kept_that_nobody_reads_ends(answer_bytes:
     assert engine.cut == ["a"]
     streams.check_integrity()
     assert streams.num_bytes == 0
+
+
+async def test_a_refusal_is_told_and_not_raised() -> None:
+    """Serve would log an exception as a crash, with the client's schema in it."""
+
+    class Refusing:
+        async def generate(
+            self, request: GenerationRequest, *, local: bool
+        ) -> AsyncGenerator[EngineEvent]:
+            raise InvalidArgument("sampling.constraint", "no text satisfies it")
+            yield
+
+    streams = KeptStreams(Refusing())
+    request = make_request(request_id="a")
+    for asked in (request, replace(request, stream=StreamTicket("a", 0, b"origin"))):
+        (told,) = await rest_of(streams.generate(asked, local=True, reader="r"))
+        assert isinstance(told, Failed)
+        assert isinstance(told.error, InvalidArgument)
+    await streams.close()

@@ -20,10 +20,10 @@ from ripresa.cluster.routing.execution import Execution
 from ripresa.cluster.routing.router import MAX_EXECUTIONS
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.departure import DrainOrder, DrainProgress
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, WorkerLeaving
 from ripresa.workers.replay import PlanKind
 from ripresa.workers.report import WorkerState
-from ripresa.workers.request import GenerationRequest, Tokens
+from ripresa.workers.request import Failed, GenerationRequest, Tokens
 
 
 def receivers(cluster: RoutedCluster, leaving: str) -> tuple[WorkerAddress, ...]:
@@ -137,8 +137,9 @@ async def test_streams_end_where_they_are_and_nothing_new_comes() -> None:
             other = await cluster.ask(ask(tokens_of(2, 20), "new"))
             assert other.placed.worker_id == "d1"
             late = Execution(ask(tokens_of(3, 20), "late"), 0, "claim").next_request()
-            with pytest.raises(Unavailable, match="leaving"):
-                await anext(cluster.calls.generate("d0", late, True))
+            refused = await anext(cluster.calls.generate("d0", late, True))
+            assert isinstance(refused, Failed)
+            assert isinstance(refused.error, WorkerLeaving)
             gate.open()
             answered = await running
             assert answered.placed.worker_id == "d0"
