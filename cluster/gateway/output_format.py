@@ -50,7 +50,17 @@ _SCHEMAS = frozenset(
     )
 )
 
-_REPEATS = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
+_AT_LEAST = frozenset(("minLength", "minItems", "minProperties"))
+"""Keywords that make an answer long, however short the model would have it."""
+
+_REGEX_PARTS = re.compile(
+    r"\\[xpP]\{[^}]*\}|\\."
+    r"|\[\^?\]?(?:\\.|[^\]\\])*\]"
+    r"|\{\s*(?P<least>\d+)\s*(?:,\s*(?P<most>\d*)\s*)?\}"
+    r"|.",
+    re.S,
+)
+"""Escapes, classes, repetitions, and single characters."""
 _WHITESPACE = r"( |\n {0,32})?"
 """Between the parts of JSON: what writers of JSON put there, and no endless run of it."""
 
@@ -195,6 +205,8 @@ def check_schema(schema: object, field: str) -> None:
             for pattern in [value] if isinstance(value, str) else value or ():
                 if isinstance(pattern, str):
                     _check_repeats(pattern, f"{field} ({key})")
+        if key in _AT_LEAST and isinstance(value, int | float) and value > MAX_REPEATS:
+            raise InvalidArgument(field, f"{key} is {value}; at most {MAX_REPEATS} is allowed")
         if key == "multipleOf":
             multiple = math.lcm(multiple, _digits(value))
             if multiple > MAX_MULTIPLE:
@@ -278,10 +290,26 @@ def _digits(value: object) -> int:
 
 
 def _check_repeats(regex: str, field: str) -> None:
-    for match in _REPEATS.finditer(regex):
-        counts = [count for count in match.groups() if count]
-        if any(len(count) > 9 or int(count) > MAX_REPEATS for count in counts):
-            raise InvalidArgument(field, f"repeats {match[0]}; at most {MAX_REPEATS} are allowed")
+    """Refuse an expression that repeats a part more than `MAX_REPEATS` times, by nesting too."""
+    last, most = 1, [1]  # of what could be repeated next; in each group that is open
+    for part in _REGEX_PARTS.finditer(regex):
+        counts = [count for count in part.groups() if count]
+        if counts:
+            last *= max(1, *(int(count[:9]) for count in counts))
+            if last > MAX_REPEATS:
+                raise InvalidArgument(
+                    field,
+                    f"repeats a part {part[0]}; at most {MAX_REPEATS} repetitions are allowed, "
+                    "those of its own parts included",
+                )
+        elif part[0] == "(":
+            most.append(1)
+            last = 1
+        elif part[0] == ")":
+            last = most.pop() if len(most) > 1 else 1
+        elif part[0] not in "*+?":
+            last = 1
+        most[-1] = max(most[-1], last)
 
 
 def _in_slashes(regex: str) -> str:
