@@ -30,6 +30,7 @@ from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.deployment import AdminStart, Gateway, GatewayStart
 from ripresa.cluster.gateway.served_model import ServedModel
+from ripresa.cluster.gateway.validation import ConversationBounds
 from ripresa.cluster.progress import progress
 from ripresa.cluster.routing.handles import TargetRouter
 from ripresa.cluster.sessions.store import SessionLink
@@ -96,6 +97,7 @@ def build_app(config: ClusterConfig) -> Application:
         grpc_host=gateway.grpc_host,
         grpc_port=gateway.grpc_port,
         max_message_bytes=gateway.max_message_bytes,
+        bounds=ConversationBounds(gateway.max_messages, gateway.max_tools),
         max_running=gateway.max_running,
         max_queue_s=gateway.max_queue_time_s,
         keep_streams_s=config.decoders.keep_streams_s,

@@ -142,6 +142,7 @@ class GatewaySettings:
         grpc_host, grpc_port: where gRPC is served; port 0 takes a free one.
         http_host, http_port: where HTTP is served.
         max_message_bytes: largest request, by gRPC or HTTP.
+        max_messages, max_tools: most of either in one conversation; rendering takes time for each.
         max_running: most answers under way at once in one gateway; one more is refused.
         max_queue_time_s: how long a request waits while every worker is full or none is ready,
             unless it says so itself; 0 refuses it.
@@ -159,6 +160,8 @@ class GatewaySettings:
     http_host: str = "127.0.0.1"
     http_port: int = setting(8000, at_least=0, at_most=65535)
     max_message_bytes: int = setting(4 << 20, at_least=1 << 10, at_most=1 << 30)
+    max_messages: int = setting(10_000, at_least=1)
+    max_tools: int = setting(1_000, at_least=1)
     max_running: int = setting(1024, at_least=1)
     max_queue_time_s: float = setting(10.0, at_least=0, at_most=3600)
     max_said_tokens: int = setting(4_000_000, at_least=0)

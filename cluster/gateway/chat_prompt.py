@@ -25,7 +25,9 @@ from ripresa.cluster.gateway.sampling import (
 from ripresa.cluster.gateway.served_model import ServedModel, check_length, check_text_fits
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import (
+    BOUNDS,
     Arrival,
+    ConversationBounds,
     check_options,
     prompt_request,
     tenant_salt,
@@ -57,12 +59,14 @@ class ChatReader:
 
     Attributes:
         said: what the model said in earlier answers.
+        bounds: of every conversation.
     """
 
     encoding: ChatEncoding
     model: ServedModel
     tokenizer: Tokenizer
     said: Said
+    bounds: ConversationBounds = BOUNDS
 
     def read(
         self,
@@ -127,8 +131,9 @@ class ChatReader:
         self, body: Json, protocol: Protocol, options: pb.RequestOptions, tenant: str
     ) -> tuple[Prompt, SplicedPrompt]:
         """A prompt that leaves room for an answer."""
-        prompt = self.encoding.render(body, protocol)
         field = MESSAGES_IN[protocol]
+        self.bounds.check(body.get(field), body.get("tools"), field)
+        prompt = self.encoding.render(body, protocol)
         check_text_fits(prompt.text, self.model, self.tokenizer, field)
         said = None if options.cache_policy.disable_read else self.said
         spliced = splice(self.encoding, prompt, said, tenant_salt(tenant, options.cache_salt))

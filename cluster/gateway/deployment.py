@@ -22,6 +22,7 @@ from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.store_watch import StoreWatch
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.gateway.validation import ConversationBounds
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.handles import RayWorkerCalls, RayWorkerCare, RayWorkerView
 from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixHints
@@ -69,6 +70,7 @@ class GatewayStart:
     grpc_host: str
     grpc_port: int
     max_message_bytes: int
+    bounds: ConversationBounds
     max_running: int
     max_queue_s: float
     keep_streams_s: float
@@ -148,6 +150,7 @@ class Gateway:
             window=start.geometry.window,
             default_tail=start.default_tail,
             max_message_bytes=start.max_message_bytes,
+            bounds=start.bounds,
             max_running=start.max_running,
             max_queue_s=start.max_queue_s,
             keep_streams_s=start.keep_streams_s,

@@ -52,8 +52,10 @@ from ripresa.cluster.gateway.stream_origin import StreamOrigin
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.told_stream import Teller, told
 from ripresa.cluster.gateway.validation import (
+    BOUNDS,
     Arrival,
     AskedText,
+    ConversationBounds,
     check_name,
     check_request_id,
     read_generate,
@@ -100,6 +102,7 @@ class InferenceService:
         window: W, tokens in a block.
         default_tail: tail variant of requests that name none.
         max_message_bytes: largest HTTP body; the gRPC server has its own setting.
+        bounds: of conversations.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         max_queue_s: how long requests that do not say it wait while every worker is full.
         keep_streams_s: how long workers keep streams that have ended.
@@ -124,6 +127,7 @@ class InferenceService:
         window: int = 128,
         default_tail: TailVariant = TailVariant.FLOORED,
         max_message_bytes: int = 4 << 20,
+        bounds: ConversationBounds = BOUNDS,
         max_running: int = 1024,
         max_queue_s: float = 0.0,
         keep_streams_s: float = 60.0,
@@ -144,6 +148,7 @@ class InferenceService:
         self._window = window
         self._default_tail = default_tail
         self.max_message_bytes = max_message_bytes
+        self._bounds = bounds
         self._max_queue_s = max_queue_s
         self._transfer_backend = transfer_backend
         self._clock = clock
@@ -423,7 +428,7 @@ class InferenceService:
                 "the served model's tokenizer lacks the special tokens of a DeepSeek-V4.1 chat; "
                 "use Generate",
             )
-        return ChatReader(self._encoding, self.model, self.tokenizer, self._said)
+        return ChatReader(self._encoding, self.model, self.tokenizer, self._said, self._bounds)
 
     async def stream(
         self,
@@ -494,6 +499,7 @@ class InferenceService:
             self._router.end_session,
             idle_ttl_s=idle_ttl_s,
             max_idle_ttl_s=max_idle_ttl_s,
+            bounds=self._bounds,
         )
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:

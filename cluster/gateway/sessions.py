@@ -21,7 +21,13 @@ from ripresa.cluster.gateway.chat_messages import conversation_body
 from ripresa.cluster.gateway.said_turns import Said
 from ripresa.cluster.gateway.served_model import ServedModel, check_model
 from ripresa.cluster.gateway.status import RequestError
-from ripresa.cluster.gateway.validation import check_name, seconds_of, tenant_salt
+from ripresa.cluster.gateway.validation import (
+    BOUNDS,
+    ConversationBounds,
+    check_name,
+    seconds_of,
+    tenant_salt,
+)
 from ripresa.cluster.sessions.books import (
     Key,
     Refusal,
@@ -108,6 +114,7 @@ class Sessions:
         read_head: called for every session that is opened.
         end_session: workers let a session's state go; takes the salt and the session's id.
         idle_ttl_s: of sessions that name none; the longest is `max_idle_ttl_s`.
+        bounds: of what one turn adds; whole conversations have theirs when they are read.
     """
 
     def __init__(
@@ -119,7 +126,9 @@ class Sessions:
         *,
         idle_ttl_s: float = 3600.0,
         max_idle_ttl_s: float = 86400.0,
+        bounds: ConversationBounds = BOUNDS,
     ) -> None:
+        self._bounds = bounds
         self._store = store
         self._model = model
         self._read_head = read_head
@@ -195,6 +204,7 @@ class Sessions:
             raise InvalidArgument("options.session_id", "name the opened session of this turn")
         if not asked.messages:
             raise InvalidArgument("turn.messages", "a turn adds at least one message")
+        self._bounds.check(asked.messages, field="turn.messages")
         conversation_body(pb.FullConversation(messages=asked.messages), "turn")
         key = (call.tenant, session_id)
         path = await self._store.path(key, asked.parent_turn_id)

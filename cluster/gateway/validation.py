@@ -7,6 +7,7 @@ a value that asks for nothing is fine.
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -83,6 +84,33 @@ class AskedText:
 
     prompts: tuple[PromptRequest, ...]
     stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationBounds:
+    """How many parts a conversation may have, its earlier turns included: rendering takes time for
+    each, however short.
+    """
+
+    max_messages: int = 10_000
+    max_tools: int = 1_000
+
+    def check(self, messages: object, tools: object = None, field: str = "messages") -> None:
+        """Refuse lists that are too long; raises InvalidArgument.
+
+        Args:
+            field: what the messages are called; tools are `tools`.
+        """
+        bounds = ((field, messages, self.max_messages), ("tools", tools, self.max_tools))
+        for name, parts, most in bounds:
+            if isinstance(parts, Sized) and not isinstance(parts, str) and len(parts) > most:
+                setting = "max_tools" if name == "tools" else "max_messages"
+                raise InvalidArgument(
+                    name, f"has {len(parts)} parts; at most {most} are allowed (gateway.{setting})"
+                )
+
+
+BOUNDS = ConversationBounds()
 
 
 def read_generate(

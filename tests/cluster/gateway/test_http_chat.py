@@ -19,7 +19,7 @@ from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.cluster.gateway.validation import tenant_salt
+from ripresa.cluster.gateway.validation import ConversationBounds, tenant_salt
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers.errors import ResourceExhausted, Unavailable
 from ripresa.workers.replay import ReplayMode
@@ -439,6 +439,38 @@ async def test_every_endpoint_takes_a_replay_mode(
     asked = {"model": MODEL, "cache_policy": {"replay_mode": "exact"}, **body}
     assert (await raw.post(path, json=asked)).status_code == 200
     assert router.seen[0].cache.mode is ReplayMode.EXACT
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "tool", "limits"),
+    [
+        ("/v1/chat/completions", "messages", GET_WEATHER, {}),
+        ("/v1/messages", "messages", {"name": "f", "input_schema": {}}, {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", "messages", {"name": "f", "input_schema": {}}, {}),
+        ("/v1/responses", "input", {"type": "function", "name": "f"}, {}),
+        ("/tokenize", "messages", GET_WEATHER, {}),
+    ],
+)
+async def test_conversations_of_too_many_parts_are_refused_before_they_are_rendered(
+    raw: httpx.AsyncClient,
+    chat_service: InferenceService,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    field: str,
+    tool: dict[str, Any],
+    limits: dict[str, int],
+) -> None:
+    monkeypatch.setattr(chat_service, "_bounds", ConversationBounds(max_messages=2, max_tools=1))
+    monkeypatch.delattr(ChatEncoding, "render")
+    message = {"role": "user", "content": "hi"}
+    for name, parts in ((field, 3), ("tools", 2)):
+        body: dict[str, Any] = {field: [message], **limits}
+        body[name] = [message if name == field else tool] * parts
+        response = await raw.post(path, json=body)
+        assert response.status_code == 400
+        setting = "gateway.max_messages" if name == field else "gateway.max_tools"
+        assert f"{name}: has {parts} parts" in response.text
+        assert setting in response.text
 
 
 RESPONSES_REFUSED = {

@@ -18,10 +18,11 @@ from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.sessions import Sessions
 from ripresa.cluster.gateway.status import RequestError, to_rpc_status
+from ripresa.cluster.gateway.validation import ConversationBounds
 from ripresa.cluster.sessions.store import LocalSessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
 
 EOS = 1
 SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}}}'
@@ -217,6 +218,16 @@ async def test_refusals() -> None:
             with pytest.raises(RipresaError) as caught:
                 await opened(gateway, opening("other", idle_ttl=ttl))
             assert caught.value.field == "idle_ttl"
+
+
+async def test_a_turn_of_too_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with resumable_gateways(ANSWERS) as gateways:
+        gateway = gateways.another()
+        await opened(gateway)
+        monkeypatch.setattr(service(gateway), "_bounds", ConversationBounds(max_messages=2))
+        with pytest.raises(InvalidArgument, match=r"gateway\.max_messages") as caught:
+            await gateway.ask(turn("", *[user("?")] * 3))
+        assert caught.value.field == "turn.messages"
 
 
 async def test_another_tenant_has_other_sessions() -> None:
