@@ -21,7 +21,7 @@ from itertools import count
 from ripresa.cluster.routing.event_stream import end_tasks
 from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
 
-STARTED_WAIT_S = 60.0
+STARTED_WAIT_S = 120.0
 """A stream that lost its worker waits so long for another one, at least."""
 
 
