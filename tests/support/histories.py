@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from hash_machine import NUM_ENCODER_LAYERS, WINDOW, HashMachine, reference_stream
 from hash_requests import ask, prompt, recipe_of
-from split_cluster import CONFIG, Stream, collect, local_engine, split_cluster
+from split_cluster import CONFIG, PATIENT, Stream, collect, local_engine, split_cluster
 
 from ripresa.workers.config import EngineConfig, LeaseConfig, ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
@@ -236,7 +236,7 @@ async def over_a_cluster(seed: int, num_bursts: int = 8, watch: Watch = nobody) 
     history = History(rng)
     config = random_config(rng)
     async with split_cluster(
-        config=config, num_blocks=rng.choice((80, 300)), num_drafts=2
+        config=config, num_blocks=rng.choice((80, 300)), lanes=PATIENT, num_drafts=2
     ) as cluster:
         watch(cluster.encoder._core, cluster.encoder_machine)
         for name, engine in cluster.decoders.items():

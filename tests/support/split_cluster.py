@@ -44,6 +44,10 @@ IMPATIENT = LaneConfig(
     chunk_timeout_s=0.3, open_timeout_s=0.3, control_timeout_s=0.3, idle_timeout_s=0.9
 )
 """For tests in which a message is lost."""
+PATIENT = LaneConfig(
+    chunk_timeout_s=60.0, open_timeout_s=60.0, control_timeout_s=60.0, idle_timeout_s=60.0
+)
+"""For tests in which none is lost, however long a loaded machine takes."""
 
 
 @dataclass(frozen=True)
