@@ -5,9 +5,9 @@ Each verb imports what it needs when it runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +17,7 @@ from ripresa.cluster.cli_checkpoint import checkpoint, doctor
 from ripresa.cluster.cli_eval import evaluation
 from ripresa.cluster.cli_explain import explain
 from ripresa.cluster.cli_generate import generate
-from ripresa.cluster.cli_options import with_api_key
+from ripresa.cluster.cli_options import with_api_key, with_overrides
 from ripresa.cluster.cli_plan import plan
 from ripresa.cluster.cli_reproduce import reproduce
 from ripresa.cluster.cli_train import train
@@ -28,8 +28,6 @@ from ripresa.workers.errors import ErrorCode, RipresaError
 
 if TYPE_CHECKING:
     from ripresa.cluster.config import ClusterConfig
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 FAILED = 1
 """Exit code: something that was asked for correctly did not work."""
@@ -61,18 +59,6 @@ class _Ripresa(click.Group):
 config_file = click.Path(exists=False, dir_okay=False, path_type=Path)
 
 
-def with_overrides(command: F) -> F:
-    """The `--set` option of every verb that reads a configuration."""
-    option = click.option(
-        "--set",
-        "assignments",
-        metavar="A.B=VALUE",
-        multiple=True,
-        help="Override a setting by its dotted name; repeat it for more.",
-    )
-    return option(command)
-
-
 @click.group(cls=_Ripresa, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="ripresa")
 def cli() -> None:
@@ -91,18 +77,34 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--config", type=config_file, help="Start from this configuration file.")
+@click.option(
+    "--ledger",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Draw another ledger and other questions.",
+)
 @with_overrides
 @with_api_key
-def demo(config: Path | None, assignments: tuple[str, ...], api_key: str) -> None:
-    """Start a local cluster, run an agent's loop with two tools against it, stop everything.
+@click.pass_context
+def demo(
+    ctx: click.Context,
+    config: Path | None,
+    ledger: int,
+    assignments: tuple[str, ...],
+    api_key: str,
+) -> None:
+    """Start a local cluster, let its model answer with tools from a ledger, stop everything.
 
     The cluster is the real one, small: a gateway, an encoder worker and a decode worker with the
-    bundled demo model, each in a process of its own. Every turn prints its tool's call and result,
-    and how much of the prompt was cached and computed.
+    bundled demo model, each in a process of its own. The model decides which tool it calls. Every
+    answer prints its calls, their results, and how much of the prompt was cached and computed.
+    Exits 1 if the bundled model answers wrong.
 
     \b
     Examples:
       ripresa demo
+      ripresa demo --ledger 7
       ripresa demo --set decoders.replicas=2
       ripresa demo --set encoders.replicas=0    the decode worker prefills by itself
     """
@@ -112,7 +114,8 @@ def demo(config: Path | None, assignments: tuple[str, ...], api_key: str) -> Non
     with progress("loading"):
         from ripresa.cluster.demo import run_demo
 
-    run_demo(settings, api_key or None)
+    if not run_demo(settings, ledger, api_key or None):
+        ctx.exit(FAILED)
 
 
 @cli.command()

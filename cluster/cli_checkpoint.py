@@ -7,10 +7,14 @@ from pathlib import Path
 import click
 
 from ripresa.cluster.progress import progress
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 FORMATS = ("f32", "bf16", "f8", "fp4", "released")
 
 checkpoint_folder = click.Path(file_okay=False, path_type=Path)
+_served_folder = click.argument(
+    "folder", metavar="[DIR]", type=checkpoint_folder, default=DEMO_MODEL, required=False
+)
 
 
 @click.group()
@@ -19,12 +23,13 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("inspect")
-@click.argument("folder", metavar="DIR", type=checkpoint_folder)
+@_served_folder
 def inspect(folder: Path) -> None:
     """Say what is in the checkpoint folder DIR and which worker would read which part.
 
     Every tensor's name, type and shape is held against config.json, as when a worker starts; only
-    headers are read. What is recognised but not loaded is named: vision, and draft stages.
+    headers are read. What is recognised but not loaded is named: vision, and draft stages. Without
+    DIR it is the bundled demo model.
 
     \b
     Example:
@@ -84,9 +89,7 @@ def tiny(
         )
 
         if config_file is None:
-            import ripresa.workers.demo
-
-            config_file = Path(ripresa.workers.demo.__file__).parent / "config.json"
+            config_file = DEMO_MODEL / "config.json"
         document = read_config(config_file)
         files = write_tiny_checkpoint(folder, document, WeightFormat(weight_format), seed, shards)
         if geometry is not None:
@@ -98,7 +101,7 @@ def tiny(
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=checkpoint_folder)
+@_served_folder
 @click.option(
     "--golden",
     metavar="CASE",
@@ -112,7 +115,7 @@ def doctor(ctx: click.Context, folder: Path, golden: Path | None, record: bool) 
 
     Files are hashed and held against DIR/SHA256SUMS if that is there. Then the whole model runs
     once on a shipped text: scale and broken numbers of every layer, and the perplexity. Needs
-    memory for the whole model. Exits 1 if something is wrong.
+    memory for the whole model. Exits 1 if something is wrong. Without DIR it is the bundled model.
 
     \b
     Examples:

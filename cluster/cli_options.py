@@ -19,3 +19,15 @@ def with_api_key(command: F) -> F:
         help="Your key, if the server asks for one.  [env: RIPRESA_API_KEY]",
     )
     return option(command)
+
+
+def with_overrides(command: F) -> F:
+    """The `--set` option of every verb that reads a configuration."""
+    option = click.option(
+        "--set",
+        "assignments",
+        metavar="A.B=VALUE",
+        multiple=True,
+        help="Override a setting by its dotted name; repeat it for more.",
+    )
+    return option(command)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ripresa.cluster.cli_options import with_api_key
+from ripresa.cluster.cli_options import with_api_key, with_overrides
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 
 if TYPE_CHECKING:
@@ -220,6 +221,78 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
     return cells(readings)
 
 
+@train.command("bundle")
+@click.argument("folder", type=_existing_folder)
+@click.option("--commit", required=True, help="Of the code that trained it.")
+@click.option(
+    "--conversations",
+    type=click.IntRange(1, 500),
+    default=500,
+    show_default=True,
+    help="Of the 500 of the evaluation set, evenly spread.",
+)
+@click.option("--concurrency", type=click.IntRange(1, 64), default=8, show_default=True)
+@with_overrides
+def train_bundle(
+    folder: Path,
+    commit: str,
+    conversations: int,
+    concurrency: int,
+    assignments: tuple[str, ...],
+) -> None:
+    """Make the finished training in FOLDER the bundled model of this checkout, and measure it.
+
+    Weights, log and options are copied beside the bundled config. A local cluster then serves them
+    and is asked the evaluation set, as `ripresa train measure` does; the figures go into the model
+    card. Commit what has changed.
+
+    \b
+    Example:
+      ripresa train bundle /tmp/demo --commit 1a2b3c4
+    """
+    with progress("copying"):
+        from ripresa.cluster.training.bundle import bundle_training
+        from ripresa.cluster.training.card import write_card
+
+        bundle_training(folder, commit, click.echo)
+        write_card()
+    _measure_bundled(conversations, concurrency, assignments)
+    write_card()
+
+
+def _measure_bundled(conversations: int, concurrency: int, assignments: tuple[str, ...]) -> None:
+    with ExitStack() as stack:
+        with progress("starting a cluster"):
+            from ripresa.cluster.app import local_cluster
+            from ripresa.cluster.config import load_config
+            from ripresa.cluster.training.bundle import FIGURES
+            from ripresa.cluster.training.figures import Figures, Marks, evenly
+            from ripresa.cluster.training.live import measure_live, questions, served_model
+            from ripresa.cluster.training.rendering import Renderer
+            from ripresa.workers.demo.build_tokenizer import TOKENIZER
+            from ripresa.workers.demo.checkpoint import DEMO_MODEL
+            from ripresa.workers.demo.ledger.evaluation import load_evaluation
+            from ripresa.workers.model_runner import model_digest
+            from ripresa.workers.models.deepseek_v41.config import ModelConfig
+
+            config = load_config(None, assignments)
+            cluster = stack.enter_context(local_cluster(config))
+        renderer, every = Renderer(TOKENIZER), load_evaluation()
+        chosen = evenly(conversations, len(every))
+        asked = [questions(renderer, every[place]) for place in chosen]
+        address = f"http://{cluster.http_address}"
+        scores = measure_live(address, served_model(address), asked, concurrency)
+        digest = model_digest(DEMO_MODEL, ModelConfig.from_file(config.model.config_file))
+        marks: dict[int, Marks] = {}
+        shown = time.monotonic()
+        for place, found in zip(chosen, scores, strict=True):
+            marks[place] = Marks.of(found)
+            if time.monotonic() - shown >= MAX_PAUSE_S or len(marks) == len(asked):
+                shown = time.monotonic()
+                click.echo(f"measured {len(marks)} of {len(asked)} conversations", err=True)
+                Figures(digest, marks).save(DEMO_MODEL / FIGURES)
+
+
 @train.command("measure")
 @click.option("--address", default="http://127.0.0.1:8000", show_default=True, help="HTTP port.")
 @click.option(
@@ -235,7 +308,8 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
     """Ask a served model every question of the evaluation set; a table of exact matches.
 
     Every message of the assistant is asked for behind the reference's conversation, at
-    temperature 0. `valid` is the share of messages with a call where one is due and none elsewhere.
+    temperature 0, with the tools declared. `valid` is the share of messages with a call where one
+    is due and none elsewhere.
 
     \b
     Example:
@@ -252,7 +326,9 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
         model = served_model(address, api_key)
         every = load_evaluation()
         chosen = [every[place * len(every) // conversations] for place in range(conversations)]
-        asked = list(questions(Renderer(TOKENIZER), chosen))
-        scores = list(measure_live(address, model, asked, concurrency, api_key))
+        renderer = Renderer(TOKENIZER)
+        asked = [questions(renderer, conversation) for conversation in chosen]
+        found = measure_live(address, model, asked, concurrency, api_key)
+        scores = [score for part in found for score in part]
     for line in table(scores, "valid"):
         click.echo(line)

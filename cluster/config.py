@@ -12,7 +12,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ripresa.workers.demo
 from ripresa.cluster.config_tree import build, override, read_yaml, setting
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.workers.cache.kv_layout import KVFormat
@@ -31,15 +30,13 @@ from ripresa.workers.config import (
     WindowPolicy,
 )
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig, check_w8a8
 from ripresa.workers.replay import TailVariant
 
 if TYPE_CHECKING:
     from ripresa.workers.transfer.base import LaneConfig
-
-DEMO_MODEL = Path(ripresa.workers.demo.__file__).parent
-"""The bundled model's configuration and tokenizer; its weights are made on first use."""
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_TEMP_DIR_CHARS = 40

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.config import EngineConfig, EngramPlacement, Numerics
-from ripresa.workers.demo.checkpoint import FOLDER
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.golden_limits import EXACT, SAME_SETS, Limit
 from ripresa.workers.host_memory import available_memory
@@ -84,7 +84,7 @@ def examine(folder: Path, golden: Path | None, echo: Echo, *, record: bool = Fal
 
 def shipped_text() -> str:
     """The beginning of the bundled corpus, enough for `NUM_TEXT_TOKENS`."""
-    with lzma.open(FOLDER / "corpus.txt.xz", "rt", encoding="utf-8") as corpus:
+    with lzma.open(DEMO_MODEL / "corpus.txt.xz", "rt", encoding="utf-8") as corpus:
         return corpus.read(16 * NUM_TEXT_TOKENS)
 
 

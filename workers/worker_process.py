@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.host_memory import available_memory
 from ripresa.workers.memory_plan import HELD, plan_memory, size
 from ripresa.workers.model_runner import (
@@ -32,12 +32,8 @@ DEVICE = torch.device("cpu")
 
 
 def model_folder(path: str) -> Path:
-    """The checkpoint folder that a `model.path` setting names; empty is the demo model.
-
-    Raises:
-        RipresaError: the demo model cannot be made.
-    """
-    return Path(path) if path else demo_checkpoint()
+    """The checkpoint folder that a `model.path` setting names; empty is the demo model."""
+    return Path(path) if path else DEMO_MODEL
 
 
 async def start_runner(settings: WorkerSettings, half: Half) -> TorchModelRunner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,23 +28,22 @@ class Question:
 
     messages: tuple[Message, ...]
     reference: Message
-    declares_tools: bool
     task: Task
     bucket: str | None
 
 
-def questions(renderer: Renderer, conversations: Sequence[Conversation]) -> Iterator[Question]:
+def questions(renderer: Renderer, conversation: Conversation) -> list[Question]:
     """Every message of the assistant, with the reference's conversation before it."""
-    for conversation in conversations:
-        spans = renderer.answers(conversation).spans
-        for expected, span in zip(conversation.expected, spans, strict=True):
-            yield Question(
-                conversation.messages[: expected.message],
-                conversation.messages[expected.message],
-                conversation.declares_tools,
-                expected.task,
-                None if span.distance is None else distance_bucket(span.distance),
-            )
+    spans = renderer.answers(conversation).spans
+    return [
+        Question(
+            conversation.messages[: expected.message],
+            conversation.messages[expected.message],
+            expected.task,
+            None if span.distance is None else distance_bucket(span.distance),
+        )
+        for expected, span in zip(conversation.expected, spans, strict=True)
+    ]
 
 
 def served_model(address: str, api_key: str = "") -> str:
@@ -62,12 +61,23 @@ def served_model(address: str, api_key: str = "") -> str:
 
 
 def measure_live(
-    address: str, model: str, asked: Sequence[Question], concurrency: int, api_key: str = ""
-) -> Iterator[Score]:
-    """Ask a gateway at temperature 0.
+    address: str,
+    model: str,
+    asked: Iterable[Sequence[Question]],
+    concurrency: int,
+    api_key: str = "",
+) -> Iterator[list[Score]]:
+    """Ask a gateway at temperature 0; gives the scores of each conversation.
+
+    Every request declares the tools, also where the conversation does not: a gateway reads calls of
+    declared tools alone.
 
     A score's share is 1 for a call that a tool server can read where one is due, and for text
     where none is.
+
+    Args:
+        asked: the questions of each conversation, asked in order: each finds its beginning cached.
+        concurrency: conversations at a time.
 
     Raises:
         Unavailable: nobody answers there.
@@ -75,15 +85,14 @@ def measure_live(
     """
 
     def ask(question: Question) -> Score:
-        body: dict[str, Any] = {
+        body = {
             "model": model,
             "messages": question.messages,
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
             "thinking": {"type": "disabled"},
+            "tools": TOOLS,
         }
-        if question.declares_tools:
-            body["tools"] = TOOLS
         answer = _request(f"{address}/v1/chat/completions", api_key, body)["choices"][0]["message"]
         verdict = compare(question.reference, answer)
         is_valid = verdict.is_valid_call or not question.reference.get("tool_calls")
@@ -91,7 +100,7 @@ def measure_live(
         return Score(question.task, question.bucket, verdict is Verdict.RIGHT, float(is_valid))
 
     with ThreadPoolExecutor(concurrency) as pool:
-        yield from pool.map(ask, asked)
+        yield from pool.map(lambda part: list(map(ask, part)), asked)
 
 
 def _request(url: str, api_key: str, body: dict[str, Any] | None = None) -> Any:

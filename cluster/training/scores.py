@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from ripresa.workers.demo.ledger.conversation import Task
 
+ALL = "all"
+"""Instead of a distance: every message of a task."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -25,20 +28,46 @@ class Score:
     share: float
 
 
-def table(scores: Sequence[Score], share: str) -> Iterator[str]:
-    """Lines: task, distance, number of messages, exact matches, and the mean share, so named."""
-    groups: dict[tuple[str, str], list[Score]] = defaultdict(list)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The messages of a task, all of them or those of one bucket.
+
+    Attributes:
+        exact: share of messages that were right.
+        share: mean share of a message that was.
+    """
+
+    task: Task
+    distance: str
+    num_messages: int
+    exact: float
+    share: float
+
+
+def rows(scores: Sequence[Score]) -> Iterator[Row]:
+    """By task, and in each by distance, behind all of them."""
+    groups: dict[tuple[Task, str], list[Score]] = defaultdict(list)
     for score in scores:
-        groups[score.task, "all"].append(score)
+        groups[score.task, ALL].append(score)
         if score.bucket is not None:
             groups[score.task, score.bucket].append(score)
 
-    def order(key: tuple[str, str]) -> tuple[int, int]:
-        return list(Task).index(Task(key[0])), -1 if key[1] == "all" else int(key[1].split("-")[0])
+    def order(key: tuple[Task, str]) -> tuple[int, int]:
+        task, distance = key
+        return list(Task).index(task), -1 if distance == ALL else int(distance.split("-")[0])
 
-    yield f"{'task':14} {'distance':>10} {'messages':>8} {'exact':>6} {share:>7}"
-    for key in sorted(groups, key=order):
-        part = groups[key]
+    for task, distance in sorted(groups, key=order):
+        part = groups[task, distance]
         exact = sum(score.is_exact for score in part) / len(part)
-        mean = sum(score.share for score in part) / len(part)
-        yield f"{key[0]:14} {key[1]:>10} {len(part):8} {exact:6.3f} {mean:7.3f}"
+        share = sum(score.share for score in part) / len(part)
+        yield Row(task, distance, len(part), exact, share)
+
+
+def table(scores: Sequence[Score], share: str) -> Iterator[str]:
+    """Lines: task, distance, number of messages, exact matches, and the mean share, so named."""
+    yield f"{'task':14} {'distance':>10} {'messages':>8} {'exact':>6} {share:>7}"
+    for row in rows(scores):
+        yield (
+            f"{row.task:14} {row.distance:>10} {row.num_messages:8} {row.exact:6.3f} "
+            f"{row.share:7.3f}"
+        )

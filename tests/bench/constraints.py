@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from machine import print_header
 from measurement import verdict
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.call_grammar import Tool, calls_rules
 from ripresa.cluster.gateway.output_format import json_rule, regex_rule
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.grammar import Grammars
 from ripresa.workers.models.vocabulary import Vocabulary, read_vocabulary
 from ripresa.workers.request import OutputConstraint

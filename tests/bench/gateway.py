@@ -35,7 +35,6 @@ import grpc
 from machine import print_header
 from measurement import verdict
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.directory.events import Answer, Receipt
 from ripresa.cluster.directory.index import DirectorySettings, PrefixIndex
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
@@ -50,6 +49,7 @@ from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
 from ripresa.workers.address import WorkerKind
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.replay import ReplayMode, cold_recipe
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.report import WorkerReport

@@ -22,7 +22,7 @@ from machine import print_header
 from ripresa.kernels import dispatch as ops
 from ripresa.workers.cache.kv_layout import KVFormat
 from ripresa.workers.config import Numerics
-from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -36,7 +36,7 @@ SELECTION = ("select_entries", "select_candidates")
 
 def runner(kv_format: KVFormat) -> TorchModelRunner:
     return load_runner(
-        demo_checkpoint(),
+        DEMO_MODEL,
         Half.ALL,
         num_blocks=34 * max(BATCHES),
         num_slots=max(BATCHES),

@@ -10,10 +10,10 @@ from gateway_thread import GatewayThread, gateway_thread
 from tokenizers import Tokenizer as TokenizerModel
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 SPECIALS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>")
 CORPUS = ("the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 ok?", "0 1 2 3 4")

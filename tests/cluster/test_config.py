@@ -11,7 +11,6 @@ import yaml
 from tiny_model import tiny_config
 
 from ripresa.cluster.config import (
-    DEMO_MODEL,
     MAX_TEMP_DIR_CHARS,
     ClusterConfig,
     TransferBackend,
@@ -22,6 +21,7 @@ from ripresa.cluster.config import (
 from ripresa.cluster.config_tree import dump
 from ripresa.workers.config import DiskConfig, EngramPlacement, Numerics
 from ripresa.workers.config import TransferConfig as EngineTransferConfig
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.replay import TailVariant

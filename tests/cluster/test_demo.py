@@ -1,4 +1,4 @@
-"""Does the demo's loop run the tools that answers call, and say what it did?"""
+"""Does the demo's loop run the tools that answers call, and say what it did and what was wrong?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from scripted_inference import Script, chat_script, scripted_gateways
 
 from ripresa.cluster.client import Client
 from ripresa.cluster.config import ClusterConfig
-from ripresa.cluster.demo import MAX_CALL_TOKENS, TURNS, count_lines, list_files, run_demo, run_loop
+from ripresa.cluster.demo import MAX_TOKENS, run_demo, run_loop, tour
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.training.rendering import Renderer
+from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.demo.ledger.conversation import MAX_CALLS, Message
+from ripresa.workers.demo.ledger.scripts import write
+from ripresa.workers.demo.ledger.tool_server import TOOLS
 
 EOS = 1
+NUM_LEDGERS = 50
 
 
 @pytest.fixture
@@ -30,72 +36,100 @@ def chatting(
         yield running
 
 
-def call(name: str, **arguments: str) -> tuple[int, ...]:
-    """What a model writes whose calls were opened for it."""
-    block = calls_block([(name, [(key, "true", value) for key, value in arguments.items()])])
-    return tuple(encode_output(block.partition("\n")[2]))
+def said(message: Message) -> tuple[int, ...]:
+    """What a model writes to say a message."""
+    calls = [
+        (
+            call["function"]["name"],
+            [
+                (key, str(isinstance(value, str)).lower(), str(value))
+                for key, value in json.loads(call["function"]["arguments"]).items()
+            ],
+        )
+        for call in message.get("tool_calls", ())
+    ]
+    text = message["content"] + (f"\n\n{calls_block(calls)}" if calls else "")
+    return (*encode_output(text), EOS)
 
 
-def loop(gateway: GatewayThread, *answers: tuple[int, ...]) -> None:
-    gateway.router.answers = [*answers]
+def loop(gateway: GatewayThread, answers: list[tuple[int, ...]]) -> int:
+    gateway.router.answers = answers
     with Client(gateway.address) as client:
-        run_loop(client)
-    assert not gateway.router.answers
+        return run_loop(client, tour(0))
 
 
-def test_tools_are_run_and_their_results_sent_back(
-    chatting: GatewayThread, demo: Tokenizer, capsys: pytest.CaptureFixture[str]
+def right_answers() -> list[tuple[int, ...]]:
+    return [said(m) for m in write(tour(0)).messages if m["role"] == "assistant"]
+
+
+def test_right_answers_are_told_and_prompts_are_those_of_the_training(
+    chatting: GatewayThread, encoding: ChatEncoding, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop(
-        chatting,
-        (*call("list_files", folder="protos"), EOS),
-        (*call("count_lines", folder="cluster", suffix=".md"), EOS),
-        (*encode_output("It is small."), EOS),
-    )
-    said = capsys.readouterr().out
-    assert 'call    list_files({"folder": "protos"})' in said
-    assert "ripresa.proto" in said
-    assert "It is small." in said
-    _, second, third = (demo.decode(prompt.token_ids) for prompt in chatting.router.seen)
-    assert list_files("protos") in second
-    assert count_lines("cluster", ".md") in third
-    for prompt in chatting.router.seen:
-        rows = len(prompt.token_ids)
-        assert f"{rows} tokens: 0 cached; computed {rows} encoder rows and 8 decoder rows" in said
+    conversation = write(tour(0))
+    assert loop(chatting, right_answers()) == len(tour(0).turns) == 4
+    assert not chatting.router.answers
+    shown = capsys.readouterr().out
+    assert shown.count("\n  right\n") == 4
+    assert "WRONG" not in shown
+    prompts = [prompt.token_ids for prompt in chatting.router.seen]
+    for prompt in prompts:
+        rows = len(prompt)
+        assert f"{rows} tokens: 0 cached; computed {rows} encoder rows and 8 decoder rows" in shown
+    places = [p for p, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    assert len(prompts) == len(places) == 9
+    for place, prompt in zip(places, prompts, strict=True):
+        body = {
+            "messages": list(conversation.messages[:place]),
+            "tools": list(TOOLS),
+            "thinking": {"type": "disabled"},
+        }
+        expected = encoding.encode(encoding.render(body).segments)
+        # Unlike an engine, the script tells the end of sentence as a token, so it is kept twice.
+        once = [t for t, before in zip(prompt, (0, *prompt), strict=False) if (t, before) != (1, 1)]
+        assert once == list(expected)
+    renderer = Renderer(TOKENIZER)
+    assert len(once) == 2 + renderer.num_tokens(conversation.messages[:-1], True)
+
+
+def test_a_wrong_answer_is_told_with_the_right_one(
+    chatting: GatewayThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = right_answers()
+    answers[-1] = (*encode_output("it is somewhere"), EOS)
+    assert loop(chatting, answers) == 3
+    assert f"WRONG: the ledger says: {tour(0).turns[-1].answer}" in capsys.readouterr().out
 
 
 def test_what_is_wrong_with_a_call_is_a_result(
     chatting: GatewayThread, demo: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop(
-        chatting,
-        (*call("list_files", folder="/etc"), EOS),
-        (*call("no_such_tool"), EOS),
-        (*encode_output("?"), EOS),
-    )
-    last = demo.decode(chatting.router.seen[-1].token_ids)
-    assert "error: folder must be one of cluster, workers, kernels, protos, not '/etc'" in last
-    assert "error: there is no tool no_such_tool" in last
-    assert "no whole call" not in capsys.readouterr().out
+    broken = calls_block([("forget", [("key", "true", "everything")])])
+    answers = [(*encode_output(broken), EOS), *right_answers()]
+    assert loop(chatting, answers) == 4
+    assert "error: no tool 'forget'" in demo.decode(chatting.router.seen[1].token_ids)
+    assert "error: no tool 'forget'" in capsys.readouterr().out
 
 
-def test_a_cut_call_and_none_are_told(
+def test_a_cut_call_gets_a_result_and_calls_without_end_are_wrong(
     chatting: GatewayThread, demo: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop(chatting, call("list_files", folder="endless " * MAX_CALL_TOKENS), (EOS,), (EOS,))
-    assert capsys.readouterr().out.count("no whole call came") == 2
+    cut = tuple(encode_output(calls_block([("get", [("key", "true", "endless " * MAX_TOKENS)])])))
+    again = right_answers()[0]
+    assert loop(chatting, [cut, *[again] * 4, *right_answers()[2:]]) == 3
     assert "error: the call was cut" in demo.decode(chatting.router.seen[1].token_ids)
+    assert capsys.readouterr().out.count("WRONG") == 1
 
 
-def test_the_tools_tell_the_truth() -> None:
-    assert "ripresa.proto" in json.loads(list_files("protos"))
-    counted = json.loads(count_lines("protos", ".md"))
-    assert counted["files"] == 1
-    assert counted["lines"] > 20
-    with pytest.raises(ValueError, match="folder must be one of"):
-        count_lines("..", ".py")
-    with pytest.raises(ValueError, match="suffix must be one of"):
-        count_lines("protos", "*")
+def test_every_ledger_has_questions_for_tools_and_is_of_unseen_names() -> None:
+    drawn = [write(tour(number)) for number in range(NUM_LEDGERS)]
+    for conversation in drawn:
+        calls = [
+            call["function"]["name"]
+            for message in conversation.messages
+            for call in message.get("tool_calls", ())
+        ]
+        assert calls == ["get", "get", "set", "get", "get"]
+    assert len({conversation.messages[0]["content"] for conversation in drawn}) == NUM_LEDGERS
 
 
 def test_a_cluster_that_asks_for_a_key_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +137,6 @@ def test_a_cluster_that_asks_for_a_key_gets_it(monkeypatch: pytest.MonkeyPatch) 
     with scripted_gateways(script) as (address,):
         cluster = nullcontext(SimpleNamespace(grpc_address=address))
         monkeypatch.setattr("ripresa.cluster.demo.local_cluster", lambda config: cluster)
-        run_demo(ClusterConfig(), "k")
-    assert [told["authorization"] for told in script.metadata] == ["Bearer k"] * len(TURNS)
+        assert not run_demo(ClusterConfig(), 0, "k"), "it calls tools without end"
+    num_asked = len(tour(0).turns) * (MAX_CALLS + 1)
+    assert [told["authorization"] for told in script.metadata] == ["Bearer k"] * num_asked

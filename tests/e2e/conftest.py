@@ -11,8 +11,8 @@ import pytest
 from reference_engine import ReferenceEngine
 from served_cluster import ServedCluster, served_cluster
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 DETERMINISTIC = "numerics=deterministic"
 SPLIT = (
@@ -72,7 +72,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-    order = ("split", "without_encoders", "resumable", "spread", "on_disk", "through_ray")
+    order = (
+        "split",
+        "without_encoders",
+        "resumable",
+        "spread",
+        "on_disk",
+        "through_ray",
+        "bundled",
+    )
 
     def first_use(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -148,6 +156,12 @@ def through_ray(clusters: Clusters) -> ServedCluster:
             *("encoders.num_blocks=4", "decoders.num_blocks=8"),
         )
     )
+
+
+@pytest.fixture(scope="module")
+def bundled(clusters: Clusters) -> ServedCluster:
+    """The bundled model with default settings, and an encoder worker as in `ripresa demo`."""
+    return clusters(("model.path=null", "encoders.replicas=1", "planner.max_local_rows=0"))
 
 
 @pytest.fixture(scope="session")

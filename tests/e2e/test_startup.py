@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from served_cluster import free_ports
 
-from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 RIPRESA = Path(sys.executable).parent / "ripresa"
 FAILED, MISUSED = 1, 2
@@ -41,7 +41,9 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the demo model, to be damaged."""
     folder = tmp_path / "model"
-    shutil.copytree(demo_checkpoint(), folder)
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(DEMO_MODEL / name, folder)
     return folder
 
 

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process_router import InProcessRouter
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.served_model import ServedModel
@@ -25,6 +24,7 @@ from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 NUM_EXAMPLES = int(os.environ.get("RIPRESA_FUZZ_EXAMPLES", "60"))
 MAX_DEPTH = 4

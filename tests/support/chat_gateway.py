@@ -7,13 +7,13 @@ import asyncio
 import httpx2 as httpx
 from in_process_router import InProcessRouter
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 
 class ChatGateway:

@@ -9,8 +9,8 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Chunk, Prompt
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 MARK = "｜DSML｜"
 GET_WEATHER: dict[str, Any] = {

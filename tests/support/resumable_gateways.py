@@ -16,7 +16,6 @@ from hash_machine import HashMachine
 from routed_cluster import GatewayCalls, RoutedCluster, routed_cluster
 from split_cluster import CONFIG
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
@@ -27,6 +26,7 @@ from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prompt import PromptRequest, RouterEvent
 from ripresa.cluster.sessions.store import LocalSessionStore
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.models.base import StepOutput
 from ripresa.workers.scheduling.step_plan import StepPlan
 

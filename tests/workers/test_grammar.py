@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.call_grammar import Tool, calls_rules
 from ripresa.cluster.gateway.output_format import check_schema, json_rule, regex_rule
 from ripresa.workers import grammar
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.grammar import Grammars, Matcher
 from ripresa.workers.models.vocabulary import read_vocabulary

@@ -33,7 +33,7 @@ from ripresa.workers.cache.block_cache import BlockCache
 from ripresa.workers.cache.block_record import PublishOutcome
 from ripresa.workers.cache.block_table import BlockTable
 from ripresa.workers.config import WindowConfig, WindowPolicy
-from ripresa.workers.demo.build_tokenizer import FOLDER
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.engine import EngineCore
 from ripresa.workers.model_runner import kv_layout
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -300,7 +300,7 @@ async def test_i11_chunks_and_batch_mates_change_no_result(tail: TailVariant) ->
 
 
 async def test_i12_rings_hold_the_window_and_all_rejected_drafts() -> None:
-    model = ModelConfig.from_file(FOLDER / "config.json")
+    model = ModelConfig.from_file(DEMO_MODEL / "config.json")
     layout = kv_layout(model, CONFIG.kv_format, "")
     assert layout.ring_rows == model.sliding_window + 6
     tokens = prompt(90, 30)

@@ -18,10 +18,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
+
 VOCAB_SIZE = 4096
-FOLDER = Path(__file__).parent
-CORPUS = FOLDER / "corpus.txt.xz"
-TOKENIZER = FOLDER / "tokenizer.json"
+CORPUS = DEMO_MODEL / "corpus.txt.xz"
+TOKENIZER = DEMO_MODEL / "tokenizer.json"
 NUM_TOOL_LOOPS = 400
 MAX_TOKEN_BYTES = 16  # keeps rules of dashes and table borders out of the vocabulary
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from ripresa.kernels import dispatch as ops
-from ripresa.workers.demo.random_weights import random_tensor
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.checkpoint_index import INDEX_FILE
 from ripresa.workers.models.deepseek_v41.config import MAX_FILE_BYTES, ModelConfig
@@ -26,6 +25,7 @@ from ripresa.workers.models.deepseek_v41.tensor_specs import (
     scale_name,
     tensor_specs,
 )
+from ripresa.workers.models.random_weights import random_tensor
 from ripresa.workers.models.strict_json import read_json
 
 MAX_PARAMETERS = 2_000_000_000

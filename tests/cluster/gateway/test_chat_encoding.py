@@ -13,10 +13,10 @@ from chat_support import GET_WEATHER, asked, calls_block, chat_body, weather_loo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding, Protocol, Segment, Stage
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.errors import CheckpointError, InvalidArgument
 
 BOS = "<｜begin▁of▁sentence｜>"

@@ -21,13 +21,13 @@ from http_gateway import http_gateway
 from llguidance import LLParserLimits
 from noise_router import NoiseRouter
 
-from ripresa.cluster.config import DEMO_MODEL
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.workers import grammar
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.models.vocabulary import read_vocabulary
 
 MODEL = "deepseek-demo"

@@ -17,6 +17,7 @@ from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.conversation import Message, Task
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
+from ripresa.workers.demo.ledger.tool_server import TOOLS
 from ripresa.workers.errors import InvalidArgument, Unavailable
 
 
@@ -58,17 +59,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Question]:
+def asked() -> list[list[Question]]:
     every = load_evaluation()
-    tools = [c for c in every if c.declares_tools][:2]
-    return list(questions(Renderer(TOKENIZER), [*every[:2], *every[-4:], *tools]))
+    renderer = Renderer(TOKENIZER)
+    return [questions(renderer, conversation) for conversation in (*every[:2], *every[-6:])]
 
 
 @pytest.fixture
-def server(asked: list[Question]) -> Iterator[Server]:
+def server(asked: list[list[Question]]) -> Iterator[Server]:
     """One that knows everything but what was read far away, and makes no call for two hops."""
     unknown = (Task.FAR, Task.TWO_HOP)
-    with Server([q for q in asked if q.task not in unknown]) as running:
+    with Server([q for part in asked for q in part if q.task not in unknown]) as running:
         thread = threading.Thread(target=running.serve_forever)
         thread.start()
         yield running
@@ -80,21 +81,23 @@ def address(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-def test_scores_are_those_of_the_answers(asked: list[Question], server: Server) -> None:
-    scores = list(measure_live(address(server), served_model(address(server)), asked, 3))
-    assert [s.task for s in scores] == [q.task for q in asked]
-    for question, score in zip(asked, scores, strict=True):
+def test_scores_are_those_of_the_answers(asked: list[list[Question]], server: Server) -> None:
+    found = list(measure_live(address(server), served_model(address(server)), asked, 3))
+    assert [len(part) for part in found] == [len(part) for part in asked]
+    flat, scores = ([one for part in of for one in part] for of in (asked, found))
+    assert [s.task for s in scores] == [q.task for q in flat]
+    for question, score in zip(flat, scores, strict=True):
         assert score.is_exact == (question.task not in (Task.FAR, Task.TWO_HOP))
         is_missing = question.task is Task.TWO_HOP and "tool_calls" in question.reference
         assert score.share == float(not is_missing)
     assert {s.is_exact for s in scores} == {True, False}
     assert {s.share for s in scores} == {0.0, 1.0}
     assert all(body["model"] == "a-model" and body["temperature"] == 0 for body in server.seen)
-    assert sum("tools" in body for body in server.seen) == sum(q.declares_tools for q in asked) > 0
+    assert all(body["tools"] == list(TOOLS) for body in server.seen)
 
 
 def test_a_refusal_is_told_and_so_is_a_server_that_is_not_there(
-    asked: list[Question], server: Server
+    asked: list[list[Question]], server: Server
 ) -> None:
     server.status = 400
     with pytest.raises(InvalidArgument, match="answered 400"):

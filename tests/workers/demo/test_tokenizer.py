@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from ripresa.workers.demo import build_tokenizer
 from ripresa.workers.demo.build_tokenizer import (
     CONTROL_TOKENS,
-    FOLDER,
     TEMPLATE_TOKENS,
     TOKENIZER,
     VOCAB_SIZE,
     build,
 )
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 TEXTS = [
     "Plain text, 1234567890 digits and 3.14.",
@@ -53,7 +53,7 @@ def test_main_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_size_fits_the_config(tokenizer: Tokenizer) -> None:
-    config = json.loads((FOLDER / "config.json").read_text())["text_config"]
+    config = json.loads((DEMO_MODEL / "config.json").read_text())["text_config"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     assert sorted(vocabulary.values()) == list(range(VOCAB_SIZE))
     assert config["vocab_size"] == VOCAB_SIZE

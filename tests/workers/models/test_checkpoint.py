@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tiny_model import tiny_checkpoint
 
 from ripresa.kernels import dispatch as ops
-from ripresa.workers.demo.random_weights import random_tensor
 from ripresa.workers.errors import CheckpointError, RipresaError
 from ripresa.workers.models.checkpoint import Checkpoint, ProgressLines
 from ripresa.workers.models.checkpoint_index import INDEX_FILE
@@ -29,6 +28,7 @@ from ripresa.workers.models.deepseek_v41.engram_table import EngramTable
 from ripresa.workers.models.deepseek_v41.inventory import take_inventory
 from ripresa.workers.models.deepseek_v41.tensor_specs import Half, Part, tensor_specs
 from ripresa.workers.models.deepseek_v41.weights import load_weights
+from ripresa.workers.models.random_weights import random_tensor
 from ripresa.workers.models.tiny_checkpoint import WeightFormat
 
 LINEAR = "layers.1.attn.wkv.weight"

@@ -73,6 +73,13 @@ class Script:
     world: World
 
 
+def draw_tour(draws: Draws) -> Script:
+    """Turns for which a tool must be called, another one, and one twice, by what it said first."""
+    author = _Author(draws, {}, (), 0)
+    makers = (author.look_up, author.look_up, author.update, author.two_hops)
+    return Script(tuple(make() for make in makers), author.first_world)
+
+
 def draw_script(draws: Draws, mix: Mix, paragraphs: Sequence[str], num_characters: int) -> Script:
     """Turns that make a conversation of about so many characters.
 
@@ -132,11 +139,11 @@ class _Author:
         server = ToolServer(self._world)
         makers: dict[Task, Callable[[], Turn]] = {
             Task.REPEAT: self._repeat,
-            Task.NEAR: self._look_up,
+            Task.NEAR: self.look_up,
             Task.FAR: self._recall,
             Task.NEEDLE: self._needle,
-            Task.TWO_HOP: self._two_hops,
-            Task.UPDATE: self._update,
+            Task.TWO_HOP: self.two_hops,
+            Task.UPDATE: self.update,
             Task.ABSENT: self._absent,
             Task.CALC: self._calc,
         }
@@ -159,7 +166,7 @@ class _Author:
         names = " ".join(f'"{self._draws.name()}"' for _ in range(self._draws.between(3, 10)))
         return Turn(f"Repeat {names}", (), names, Task.REPEAT)
 
-    def _look_up(self) -> Turn:
+    def look_up(self) -> Turn:
         if not self._unread:
             return self._recall()
         name = self._unread.pop()
@@ -175,7 +182,7 @@ class _Author:
 
     def _recall(self) -> Turn:
         if not self._read:
-            return self._look_up()
+            return self.look_up()
         name, asked = self._draws.pick(self._read), self._draws.pick(RECORDED)
         if self._updated and self._draws.chance(_SHARE_OF_UPDATED):
             name, asked = self._draws.pick(self._updated), Field.CODE
@@ -209,7 +216,7 @@ class _Author:
         call = Call("read", {"page": page}, Task.CALL)
         return Turn(f"Read page {page}", (call,), f"page {page} is read", Task.NEAR)
 
-    def _two_hops(self) -> Turn:
+    def two_hops(self) -> Turn:
         if not self._unread:
             return self._recall()
         name = self._unread.pop()
@@ -227,9 +234,9 @@ class _Author:
         user = f'Look up the {asked} of the owner of "{name}"'
         return Turn(user, calls, answer, Task.TWO_HOP, (_stem(owner, asked),))
 
-    def _update(self) -> Turn:
+    def update(self) -> Turn:
         if not self._read:
-            return self._look_up()
+            return self.look_up()
         name, code = self._draws.pick(self._read), self._draws.between(100, 999)
         self._updated.append(name)
         call = Call("set", {"key": name, "field": Field.CODE.value, "value": code}, Task.CALL)
@@ -251,7 +258,7 @@ class _Author:
 
     def _calc(self) -> Turn:
         if len(self._read) < 2:
-            return self._look_up()
+            return self.look_up()
         first, second = self._draws.sample(self._read, 2)
         left, right = (int(self._world.records[n][Field.CODE]) for n in (first, second))
         call = Call(

@@ -6,7 +6,7 @@ import json
 from enum import StrEnum
 from typing import Any
 
-from ripresa.workers.demo.build_tokenizer import FOLDER
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 
 class Size(StrEnum):
@@ -33,7 +33,7 @@ _TINY = {
 
 def config_of(size: Size) -> dict[str, Any]:
     """A `config.json`."""
-    document: dict[str, Any] = json.loads((FOLDER / "config.json").read_text())
+    document: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())
     if size is Size.TINY:
         document["text_config"] |= _TINY
     return document

@@ -11,16 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ripresa.workers.demo.build_tokenizer import FOLDER
-from ripresa.workers.demo.checkpoint import weights_digest
-from ripresa.workers.demo.random_weights import (
-    GAIN,
-    checkpoint_shapes,
-    random_checkpoint,
-    random_tensor,
-)
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
+from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_specs
+from ripresa.workers.models.random_weights import GAIN, random_tensor
+from ripresa.workers.models.tiny_checkpoint import WeightFormat, stored_tensors
 
 FORMS = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -30,6 +25,13 @@ def config_of(case: Path) -> dict[str, Any]:
     return document
 
 
+def plain_tensors(document: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for spec in tensor_specs(ModelConfig.from_dict(document)):
+        tensors |= stored_tensors(spec, WeightFormat.BF16, seed)
+    return tensors
+
+
 @pytest.mark.parametrize(
     "case", ["case_a_plain_float", "case_b_grids_engram_replay", "case_g_plain_replay"]
 )
@@ -37,7 +39,7 @@ def test_names_shapes_and_types_are_those_of_the_golden_checkpoints(
     shared: Path, case: str
 ) -> None:
     folder = shared / "golden" / case
-    tensors = random_checkpoint(config_of(folder), seed=1)
+    tensors = plain_tensors(config_of(folder), seed=1)
     with safe_open(folder / "checkpoint" / "model.safetensors", "pt") as golden:
         expected = {
             name: (golden.get_slice(name).get_shape(), FORMS[golden.get_slice(name).get_dtype()])
@@ -49,7 +51,7 @@ def test_names_shapes_and_types_are_those_of_the_golden_checkpoints(
 def test_draft_stages_and_engram_have_their_tensors(shared: Path) -> None:
     folder = shared / "golden" / "case_c_quantised_dspark"
     document = config_of(folder)
-    shapes = checkpoint_shapes(ModelConfig.from_dict(document))
+    shapes = {spec.name: spec.shape for spec in tensor_specs(ModelConfig.from_dict(document))}
     with safe_open(folder / "checkpoint" / "model.safetensors", "pt") as golden:
         expected = {}
         for name in golden.keys():  # noqa: SIM118
@@ -58,12 +60,6 @@ def test_draft_stages_and_engram_have_their_tensors(shared: Path) -> None:
                 packed = golden.get_slice(name).get_dtype() == "I8"
                 expected[name] = (*outer, inner * 2 if packed else inner)
     assert shapes == expected
-
-
-def test_quantised_storage_is_refused(shared: Path) -> None:
-    with pytest.raises(ConfigError, match="plain bf16") as caught:
-        random_checkpoint(config_of(shared / "golden" / "case_c_quantised_dspark"), seed=1)
-    assert caught.value.field == "quantization_config"
 
 
 def test_the_bits_are_fixed() -> None:
@@ -111,9 +107,9 @@ def test_moments(name: str, shape: tuple[int, ...], mean: float, deviation: floa
 
 
 def test_another_seed_changes_every_tensor() -> None:
-    document = json.loads((FOLDER / "config.json").read_text())
+    document = json.loads((DEMO_MODEL / "config.json").read_text())
     document["text_config"] |= {"vocab_size": 32, "hidden_size": 32, "moe_intermediate_size": 32}
     document["text_config"]["engram_compressed_vocab_size"] = 16
-    one, two = (random_checkpoint(document, seed) for seed in (1, 2))
-    assert weights_digest(one) == weights_digest(random_checkpoint(document, 1))
+    one, two, again = (plain_tensors(document, seed) for seed in (1, 2, 1))
+    assert [name for name in one if not torch.equal(one[name], again[name])] == []
     assert [name for name in one if torch.equal(one[name], two[name])] == []

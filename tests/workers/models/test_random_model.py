@@ -1,4 +1,4 @@
-"""Do the demo's random weights behave like a model: varied, finite, reading its whole context?"""
+"""Do random weights behave like a model: varied, finite, reading its whole context?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from noise_checkpoint import noise_checkpoint
 from tokenizers import Tokenizer
 
 from ripresa.workers.config import Numerics
-from ripresa.workers.demo.checkpoint import demo_checkpoint
+from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.model_runner import TorchModelRunner, load_runner
 from ripresa.workers.models.base import StepOutput
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -23,20 +24,17 @@ LENGTH = 1200
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_checkpoint(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def runner(folder: Path) -> TorchModelRunner:
-    runner = load_runner(folder, Half.ALL, num_blocks=10, num_slots=1, numerics=Numerics.FAST)
+def runner() -> TorchModelRunner:
+    runner = load_runner(
+        noise_checkpoint(), Half.ALL, num_blocks=10, num_slots=1, numerics=Numerics.FAST
+    )
     assert runner.weights.num_parameters == 11_824_624
     return runner
 
 
 @pytest.fixture(scope="module")
-def prompt(folder: Path) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+def prompt() -> list[int]:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     return list(tokenizer.encode(json.loads(CALL.read_text())["input"]).ids)[:LENGTH]
 
 

@@ -1,55 +1,21 @@
 """What is in a checkpoint that nobody trained? Seeded random tensors under the released names.
 
-Every number comes from integers by single correctly rounded float32 operations, so a (config, seed)
-gives the same bits on every machine; each tensor depends on its own name alone.
+Every number comes from integers by single correctly rounded float32 operations, so a seed gives the
+same bits on every machine; each tensor depends on its own name alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
-
-from ripresa.workers.errors import ConfigError
-from ripresa.workers.models.deepseek_v41.config import ModelConfig
-from ripresa.workers.models.deepseek_v41.tensor_specs import tensor_specs
 
 Shape = tuple[int, ...]
 
 GAIN = 1.6
 """Standard deviation of a linear layer's output over that of its input, and of the logits."""
-
-
-def random_checkpoint(config_json: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Every text tensor of a model, by released name.
-
-    Linear weights, embeddings and norms are bf16; hyper-connection parameters, attention sinks and
-    gate biases float32. Engram tables and draft stages are there if the config has them.
-
-    Args:
-        config_json: a parsed `config.json` with the released field names, without
-            `quantization_config`.
-        seed: another seed, other numbers.
-
-    Raises:
-        ConfigError: the config describes no supported model, or asks for quantised storage.
-    """
-    config = ModelConfig.from_dict(config_json)
-    if config.quantised:
-        raise ConfigError(
-            "quantization_config", "random weights are plain bf16; remove the field from the config"
-        )
-    shapes = checkpoint_shapes(config)
-    return {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
-
-
-def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shapes [out, in] by name: the layers', Engram's and the draft stages' tensors."""
-    return {spec.name: spec.shape for spec in tensor_specs(config)}
 
 
 def random_tensor(name: str, shape: Shape, seed: int) -> torch.Tensor:
