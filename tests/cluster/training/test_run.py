@@ -44,7 +44,7 @@ def test_a_length_is_needed(options: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_leaves_a_checkpoint(tmp_path: Path) -> None:
-    command = ["train", "demo", "--size", "tiny", "--tokens", "4096", "--folder", str(tmp_path)]
+    command = ["train", "demo", "--size", "tiny", "--tokens", "2048", "--folder", str(tmp_path)]
     for _ in range(2):  # the second time it is finished already
         result = CliRunner().invoke(cli, command, catch_exceptions=False)
         assert result.exit_code == 0
