@@ -51,5 +51,5 @@ def test_the_command_leaves_a_checkpoint(tmp_path: Path) -> None:
         assert f"wrote {tmp_path / CHECKPOINT}" in result.output
     assert (tmp_path / STATE).exists()
     (line,) = (tmp_path / LOG).read_text().splitlines()
-    assert json.loads(line)["tokens"] == 4096
+    assert json.loads(line)["tokens"] == 2048
     assert list(report_checkpoint(tmp_path / CHECKPOINT))  # raises if it is none
