@@ -21,8 +21,8 @@ from ripresa.workers.demo.ledger.evaluation import load_evaluation
 from ripresa.workers.demo.ledger.tool_server import TOOLS, ToolServer
 
 NUM_CONVERSATIONS = 6
-MAX_DIFFERENT = 0.03
-"""Share of messages that another machine's rounding may turn right or wrong."""
+MAX_DIFFERENT = 0.1
+"""Share of messages that other rounding, of a machine or a batch, may turn right or wrong."""
 
 
 def test_the_demo_answers_as_the_ledger_has_it(
