@@ -44,6 +44,8 @@ def bundle_training(
             raise ConfigError("FOLDER", f"{name} of {checkpoint} is not the bundled model's")
     options = json.loads((source / PLAN).read_text())
     options |= {"commit": commit, "machine": machine()}
+    if "source" in options:  # of a fine-tuning: its name alone means something elsewhere
+        options["source"] = Path(options["source"]).name
     (target / FIGURES).unlink(missing_ok=True)
     temporary = target / f".{WEIGHTS}"
     shutil.copyfile(checkpoint / WEIGHTS, temporary)

@@ -35,7 +35,7 @@ from ripresa.workers.replay import PlanKind, Recipe
 from ripresa.workers.report import WorkerReport
 
 WASTED = "ripresa_wasted_tokens_total"
-PATIENCE_S = 30.0
+PATIENCE_S = 50.0
 """A retry costs up to two leases and a second prefill on a busy machine; Ray takes a minute."""
 
 

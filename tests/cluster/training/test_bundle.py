@@ -93,6 +93,15 @@ def test_weights_log_and_record_are_copied_and_the_card_tells_of_them(
     assert card(target) == told
 
 
+def test_what_a_fine_tuning_began_with_is_told_by_its_name_alone(
+    source: Path, target: Path
+) -> None:
+    options = {**OPTIONS, "source": str(source.parent / "finished")}
+    (source / "training.json").write_text(json.dumps(options))
+    bundle_training(source, "abc", lambda _: None, target)
+    assert json.loads((target / "training.json").read_text())["source"] == "finished"
+
+
 def test_the_table_is_of_the_figures(source: Path, target: Path) -> None:
     bundle_training(source, "1a2b3c4", print, target)
     every = load_evaluation()
