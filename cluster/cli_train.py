@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_conversations = click.option(
+    "--conversations",
+    type=click.IntRange(1, 500),
+    default=500,
+    show_default=True,
+    help="Of the 500 of the evaluation set, evenly spread.",
+)
 _processes = click.option(
     "--processes",
     type=click.IntRange(1, 255),
@@ -162,13 +169,7 @@ def train_replay(
 @train.command("cells")
 @click.argument("before", type=_existing_folder)
 @click.argument("after", type=_existing_folder, nargs=-1, required=True)
-@click.option(
-    "--conversations",
-    type=click.IntRange(1, 500),
-    default=500,
-    show_default=True,
-    help="Of the 500 of the evaluation set, evenly spread.",
-)
+@_conversations
 @_processes
 @click.option(
     "--json",
@@ -208,10 +209,11 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
     with progress(f"loading {folder}"):
         from ripresa.cluster.training.cell_readers import read_in_processes
         from ripresa.cluster.training.cells import cells
+        from ripresa.cluster.training.figures import evenly
         from ripresa.workers.demo.ledger.evaluation import load_evaluation
 
         every = list(enumerate(load_evaluation()))
-    chosen = [every[n * len(every) // num_conversations] for n in range(num_conversations)]
+    chosen = [every[place] for place in evenly(num_conversations, len(every))]
     readings, shown = [], time.monotonic()
     for done, found in enumerate(read_in_processes(folder, chosen, num_processes), 1):
         readings.append(found)
@@ -224,13 +226,7 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
 @train.command("bundle")
 @click.argument("folder", type=_existing_folder)
 @click.option("--commit", required=True, help="Of the code that trained it.")
-@click.option(
-    "--conversations",
-    type=click.IntRange(1, 500),
-    default=500,
-    show_default=True,
-    help="Of the 500 of the evaluation set, evenly spread.",
-)
+@_conversations
 @click.option("--concurrency", type=click.IntRange(1, 64), default=8, show_default=True)
 @with_overrides
 def train_bundle(
@@ -295,13 +291,7 @@ def _measure_bundled(conversations: int, concurrency: int, assignments: tuple[st
 
 @train.command("measure")
 @click.option("--address", default="http://127.0.0.1:8000", show_default=True, help="HTTP port.")
-@click.option(
-    "--conversations",
-    type=click.IntRange(1, 500),
-    default=500,
-    show_default=True,
-    help="Of the 500 of the evaluation set, evenly spread.",
-)
+@_conversations
 @click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True)
 @with_api_key
 def train_measure(address: str, conversations: int, concurrency: int, api_key: str) -> None:
@@ -317,6 +307,7 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
       ripresa train measure --conversations 50
     """
     with progress("measuring"):
+        from ripresa.cluster.training.figures import evenly
         from ripresa.cluster.training.live import measure_live, questions, served_model
         from ripresa.cluster.training.rendering import Renderer
         from ripresa.cluster.training.scores import table
@@ -325,7 +316,7 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
 
         model = served_model(address, api_key)
         every = load_evaluation()
-        chosen = [every[place * len(every) // conversations] for place in range(conversations)]
+        chosen = [every[place] for place in evenly(conversations, len(every))]
         renderer = Renderer(TOKENIZER)
         asked = [questions(renderer, conversation) for conversation in chosen]
         found = measure_live(address, model, asked, concurrency, api_key)
