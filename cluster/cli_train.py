@@ -109,14 +109,52 @@ def train_demo(
     run_training(folder, training, click.echo)
 
 
-@train.command("replay")
-@click.option(
+_source = click.option(
     "--from",
     "source",
     required=True,
     type=_existing_folder,
     help="A finished training's folder, or a checkpoint of this size.",
 )
+
+
+@train.command("continue")
+@_source
+@_with_extent
+def train_continue(
+    source: Path,
+    folder: Path,
+    size: str,
+    minutes: float | None,
+    tokens: int | None,
+    seed: int,
+    processes: int,
+    products: str,
+) -> None:
+    """Train a trained model further, mostly on questions about what it read long before.
+
+    The state is saved every five minutes; the same command goes on after a kill. At the end
+    FOLDER/checkpoint is a checkpoint to serve.
+
+    \b
+    Example:
+      ripresa train continue --from /tmp/demo --minutes 90 --folder /tmp/demo-longer
+    """
+    _require_one_length(minutes, tokens)
+    with progress("preparing"):
+        from ripresa.cluster.training.continued import ContinuedTraining
+        from ripresa.cluster.training.run import open_training, run_training
+        from ripresa.workers.demo.training.sizes import Size
+
+        asked = ContinuedTraining(
+            Size(size), tokens or 1, seed, processes, products == "bfloat16", str(source.resolve())
+        )
+        training = open_training(folder, asked, minutes)
+    run_training(folder, training, click.echo)
+
+
+@train.command("replay")
+@_source
 @click.option(
     "--cut-share",
     type=click.FloatRange(0, 1),
@@ -225,38 +263,47 @@ def _cells_of(folder: Path, num_conversations: int, num_processes: int) -> dict[
 
 @train.command("bundle")
 @click.argument("folder", type=_existing_folder)
-@click.option("--commit", required=True, help="Of the code that trained it.")
+@click.option(
+    "--commit",
+    "commits",
+    required=True,
+    multiple=True,
+    help="Of the code that trained it; of each training that led to it, the first one first.",
+)
 @_conversations
 @click.option("--concurrency", type=click.IntRange(1, 64), default=8, show_default=True)
 @with_overrides
 def train_bundle(
     folder: Path,
-    commit: str,
+    commits: tuple[str, ...],
     conversations: int,
     concurrency: int,
     assignments: tuple[str, ...],
 ) -> None:
-    """Make the finished training in FOLDER the bundled model of this checkout, and measure it.
+    """Make the finished training in FOLDER the bundled model of its size, and measure it.
 
-    Weights, log and options are copied beside the bundled config. A local cluster then serves them
+    Checkpoint, logs and options are copied into this checkout. A local cluster then serves them
     and is asked the evaluation set, as `ripresa train measure` does; the figures go into the model
     card. Commit what has changed.
 
     \b
-    Example:
+    Examples:
       ripresa train bundle /tmp/demo --commit 1a2b3c4
+      ripresa train bundle /tmp/demo-longer --commit 1a2b3c4 --commit 5d6e7f8
     """
     with progress("copying"):
         from ripresa.cluster.training.bundle import bundle_training
         from ripresa.cluster.training.card import write_card
 
-        bundle_training(folder, commit, click.echo)
-        write_card()
-    _measure_bundled(conversations, concurrency, assignments)
-    write_card()
+        bundled = bundle_training(folder, commits, click.echo)
+        write_card(bundled)
+    _measure_bundled(bundled, conversations, concurrency, assignments)
+    write_card(bundled)
 
 
-def _measure_bundled(conversations: int, concurrency: int, assignments: tuple[str, ...]) -> None:
+def _measure_bundled(
+    folder: Path, conversations: int, concurrency: int, assignments: tuple[str, ...]
+) -> None:
     with ExitStack() as stack:
         with progress("starting a cluster"):
             from ripresa.cluster.app import local_cluster
@@ -266,19 +313,18 @@ def _measure_bundled(conversations: int, concurrency: int, assignments: tuple[st
             from ripresa.cluster.training.live import measure_live, questions, served_model
             from ripresa.cluster.training.rendering import Renderer
             from ripresa.workers.demo.build_tokenizer import TOKENIZER
-            from ripresa.workers.demo.checkpoint import DEMO_MODEL
             from ripresa.workers.demo.ledger.evaluation import load_evaluation
             from ripresa.workers.model_runner import model_digest
             from ripresa.workers.models.deepseek_v41.config import ModelConfig
 
-            config = load_config(None, assignments)
+            config = load_config(None, (f"model.path={folder}", *assignments))
             cluster = stack.enter_context(local_cluster(config))
         renderer, every = Renderer(TOKENIZER), load_evaluation()
         chosen = evenly(conversations, len(every))
         asked = [questions(renderer, every[place]) for place in chosen]
         address = f"http://{cluster.http_address}"
         scores = measure_live(address, served_model(address), asked, concurrency)
-        digest = model_digest(DEMO_MODEL, ModelConfig.from_file(config.model.config_file))
+        digest = model_digest(folder, ModelConfig.from_file(config.model.config_file))
         marks: dict[int, Marks] = {}
         shown = time.monotonic()
         for place, found in zip(chosen, scores, strict=True):
@@ -286,7 +332,7 @@ def _measure_bundled(conversations: int, concurrency: int, assignments: tuple[st
             if time.monotonic() - shown >= MAX_PAUSE_S or len(marks) == len(asked):
                 shown = time.monotonic()
                 click.echo(f"measured {len(marks)} of {len(asked)} conversations", err=True)
-                Figures(digest, marks).save(DEMO_MODEL / FIGURES)
+                Figures(digest, marks).save(folder / FIGURES)
 
 
 @train.command("measure")

@@ -7,52 +7,88 @@ import lzma
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN
 from ripresa.workers.checkpoint_files import CheckpointFiles
-from ripresa.workers.demo.checkpoint import DEMO_MODEL
+from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.demo.training.sizes import Size, config_of
 from ripresa.workers.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 KEPT_LOG = "training_log.jsonl.xz"
 FIGURES = "figures.json"
-_SAME = ("config.json", "tokenizer.json")
 
 
 def bundle_training(
-    source: Path, commit: str, echo: Callable[[str], None], target: Path = DEMO_MODEL
-) -> None:
-    """Copy weights, log and options; figures of other weights are removed.
+    folder: Path, commits: Sequence[str], echo: Callable[[str], None], target: Path | None = None
+) -> Path:
+    """Copy checkpoint, logs and options; figures of other weights are removed.
 
     Args:
-        source: folder of a training of the bundled model's geometry.
-        commit: of the code that trained it.
-        target: the bundled model's folder.
+        folder: of a training.
+        commits: of the code of each training that led to the weights, the first one first.
+        target: where to; None is where the bundled model of this size is.
+
+    Returns:
+        The bundled model's folder.
 
     Raises:
-        ConfigError: the training has not ended, or is of another geometry or tokenizer.
+        ConfigError: the training has not ended, is of another geometry or tokenizer, or led on from
+            more or fewer others than there are commits.
     """
-    checkpoint = source / CHECKPOINT
+    checkpoint = folder / CHECKPOINT
     if not (checkpoint / WEIGHTS).exists():
         raise ConfigError(
-            "FOLDER", f"{source} holds no finished training; give `ripresa train demo` its time"
+            "FOLDER", f"{folder} holds no finished training; give `ripresa train demo` its time"
         )
-    for name in _SAME:
-        if json.loads((checkpoint / name).read_text()) != json.loads((target / name).read_text()):
-            raise ConfigError("FOLDER", f"{name} of {checkpoint} is not the bundled model's")
-    options = json.loads((source / PLAN).read_text())
-    options |= {"commit": commit, "machine": machine()}
-    if "source" in options:  # of a fine-tuning: its name alone means something elsewhere
-        options["source"] = Path(options["source"]).name
+    size = Size(json.loads((folder / PLAN).read_text())["size"])
+    expected = {"config.json": config_of(size), "tokenizer.json": json.loads(TOKENIZER.read_text())}
+    for name, document in expected.items():
+        if json.loads((checkpoint / name).read_text()) != document:
+            raise ConfigError(
+                "FOLDER", f"{name} of {checkpoint} is not that of today's code for {size.value}"
+            )
+    folders = _trainings(folder)
+    if len(folders) != len(commits):
+        raise ConfigError(
+            "--commit",
+            f"{len(folders)} trainings led to {folder}: {', '.join(map(str, folders))}; give a "
+            f"commit for each of them, in this order, and not {len(commits)}",
+        )
+    target = target or size.bundled
+    target.mkdir(exist_ok=True)
     (target / FIGURES).unlink(missing_ok=True)
-    temporary = target / f".{WEIGHTS}"
-    shutil.copyfile(checkpoint / WEIGHTS, temporary)
-    temporary.replace(target / WEIGHTS)
-    (target / PLAN).write_text(json.dumps(options, indent=2) + "\n")
-    (target / KEPT_LOG).write_bytes(lzma.compress((source / LOG).read_bytes()))
+    for name in (*expected, WEIGHTS):
+        temporary = target / f".{name}"
+        shutil.copyfile(checkpoint / name, temporary)
+        temporary.replace(target / name)
+    trainings = [_options(f) | {"commit": c} for f, c in zip(folders, commits, strict=True)]
+    (target / PLAN).write_text(json.dumps(trainings, indent=2) + "\n")
+    lines = (
+        json.dumps({"training": number} | json.loads(line)) + "\n"
+        for number, each in enumerate(folders)
+        for line in (each / LOG).read_text().splitlines()
+    )
+    (target / KEPT_LOG).write_bytes(lzma.compress("".join(lines).encode()))
     CheckpointFiles(target).check(echo, record=True)
+    return target
+
+
+def _trainings(folder: Path) -> list[Path]:
+    """A training's folder behind those of the trainings that it went on from."""
+    source = json.loads((folder / PLAN).read_text()).get("source")
+    if source is None or not (Path(source) / PLAN).exists():
+        return [folder]
+    return [*_trainings(Path(source)), folder]
+
+
+def _options(folder: Path) -> dict[str, object]:
+    options: dict[str, object] = json.loads((folder / PLAN).read_text())
+    if "source" in options:  # its name alone means something elsewhere
+        options["source"] = Path(str(options["source"])).name
+    return options | {"machine": machine()}
 
 
 def machine() -> str:

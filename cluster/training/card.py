@@ -81,24 +81,33 @@ def _target(task: Task, distance: str, exact: float) -> str:
 
 
 def _training(folder: Path) -> Iterator[str]:
-    options = json.loads((folder / PLAN).read_text())
+    """A column for each training that led to the weights."""
+    trainings = json.loads((folder / PLAN).read_text())
     log = lzma.decompress((folder / KEPT_LOG).read_bytes()).decode().splitlines()
     steps = [entry for entry in map(json.loads, log) if "step" in entry]
+    columns = [
+        _column(options, [entry for entry in steps if entry["training"] == number])
+        for number, options in enumerate(trainings)
+    ]
+    yield f"| training |{''.join(f' {number + 1} |' for number in range(len(columns)))}"
+    yield f"|---{'|---' * len(columns)}|"
+    for name in columns[0]:
+        yield f"| {name} | {' | '.join(column[name] for column in columns)} |"
+
+
+def _column(options: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str]:
     losses = [entry["loss"] for entry in steps[-_LAST_STEPS:]]
     products = "bf16 products" if options["is_narrow"] else "float32 products"
     processes = options["num_processes"]
-    yield "| | |"
-    yield "|---|---|"
-    yield f"| seed, code | {options['seed']}, commit {options['commit']} |"
-    yield (
-        f"| read | {steps[-1]['tokens'] / 1e6:.2f} M tokens in {steps[-1]['step']} steps, by "
-        f"{processes} {'process' if processes == 1 else 'processes'} of one thread, {products} |"
-    )
     wall, cpu = _total(steps, "wall_s"), _total(steps, "cpu_s")
-    yield f"| took | {wall / 60:.0f} minutes, {cpu / 60:.0f} of them on a core by each process |"
-    yield f"| on | {options['machine']} |"
-    loss = f"{mean(losses):.3f} nats a counted token"
-    yield f"| loss | {loss}, mean of the last {len(losses)} steps |"
+    return {
+        "seed, code": f"{options['seed']}, commit {options['commit']}",
+        "read": f"{steps[-1]['tokens'] / 1e6:.2f} M tokens in {steps[-1]['step']} steps, by "
+        f"{processes} {'process' if processes == 1 else 'processes'} of one thread, {products}",
+        "took": f"{wall / 60:.0f} minutes, {cpu / 60:.0f} of them on a core by each process",
+        "on": options["machine"],
+        "loss": f"{mean(losses):.3f} nats a counted token, mean of the last {len(losses)} steps",
+    }
 
 
 def _total(steps: list[dict[str, Any]], clock: str) -> float:

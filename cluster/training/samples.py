@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,12 +10,11 @@ import torch
 from ripresa.cluster.training.rendering import Renderer, Sample
 from ripresa.workers.demo.ledger.draws import Draws, Split
 from ripresa.workers.demo.ledger.filler import paragraphs
-from ripresa.workers.demo.ledger.scripts import RECALL, WARM_UP, draw_conversation
+from ripresa.workers.demo.ledger.scripts import DISTANT, RECALL, WARM_UP, Mix, draw_conversation
 from ripresa.workers.demo.training.plan import Phase, Step
 from ripresa.workers.demo.training.trainer import Batch
 
-TEXT_SHARE, TEXT_WEIGHT = 0.12, 0.3
-CONTEXT_SHARE, CONTEXT_WEIGHT = 0.25, 0.3
+TEXT_WEIGHT = CONTEXT_WEIGHT = 0.3
 REPEAT_WEIGHT = 0.5
 """Half as much as an answer; a tool's result names its subject in every line."""
 TOOLS_SHARE = 0.3
@@ -25,11 +25,33 @@ _CHARACTERS_PER_TOKEN = 2.3
 _PAD = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Diet:
+    """What the samples of a phase are.
+
+    Attributes:
+        text: share of samples that are prose and code; context: of the conversations, those in
+            which what others say is learnt too. Both are hard to predict, so their gradients are
+            much larger than those of answers.
+    """
+
+    mix: Mix
+    text: float
+    context: float
+
+
+DIETS = {
+    Phase.WARM_UP: Diet(WARM_UP, text=0.0, context=0.25),
+    Phase.FULL: Diet(RECALL, text=0.12, context=0.25),
+    Phase.DISTANT: Diet(DISTANT, text=0.02, context=0.05),
+}
+
+
 class LedgerBatches:
     """Samples by step and process, the same whenever they are asked for.
 
     Args:
-        seed: below 2^20; trainings with different ones share no sample.
+        seed: below 2^22; trainings with different ones share no sample.
     """
 
     def __init__(self, tokenizer_file: Path, seed: int) -> None:
@@ -51,7 +73,8 @@ class LedgerBatches:
     def _sample(self, draws: Draws, step: Step) -> Sample:
         filler = paragraphs(draws.split)
         num_characters = int(step.length * _CHARACTERS_PER_TOKEN)
-        if step.phase is Phase.FULL and draws.chance(TEXT_SHARE):
+        diet = DIETS[step.phase]
+        if diet.text and draws.chance(diet.text):
             text = ""
             first = draws.below(len(filler))
             while len(text) < 2 * num_characters:
@@ -60,10 +83,10 @@ class LedgerBatches:
             return self._renderer.text(text, TEXT_WEIGHT)
         conversation = draw_conversation(
             draws,
-            WARM_UP if step.phase is Phase.WARM_UP else RECALL,
+            diet.mix,
             filler,
             num_characters,
             TOOLS_SHARE if step.length >= _LONG else 0.0,
         )
-        context_weight = CONTEXT_WEIGHT if draws.chance(CONTEXT_SHARE) else 0.0
+        context_weight = CONTEXT_WEIGHT if draws.chance(diet.context) else 0.0
         return self._renderer.conversation(conversation, context_weight, REPEAT_WEIGHT)

@@ -72,7 +72,7 @@ def test_weights_log_and_record_are_copied_and_the_card_tells_of_them(
     source: Path, target: Path
 ) -> None:
     (target / FIGURES).write_text("of other weights")
-    bundle_training(source, "1a2b3c4", print, target)
+    bundle_training(source, ["1a2b3c4"], print, target)
     assert load_file(target / "model.safetensors")["w"].tolist() == [0, 1, 2, 3]
     assert "model.safetensors" in (target / "SHA256SUMS").read_text()
     assert not (target / FIGURES).exists()
@@ -93,17 +93,35 @@ def test_weights_log_and_record_are_copied_and_the_card_tells_of_them(
     assert card(target) == told
 
 
-def test_what_a_fine_tuning_began_with_is_told_by_its_name_alone(
-    source: Path, target: Path
+def test_a_training_that_went_on_from_another_tells_of_both(
+    source: Path, target: Path, tmp_path: Path
 ) -> None:
-    options = {**OPTIONS, "source": str(source.parent / "finished")}
+    further = tmp_path / "further"
+    shutil.copytree(source, further)
+    options = {**OPTIONS, "seed": 4, "source": str(source)}
+    (further / "training.json").write_text(json.dumps(options))
+    (further / "log.jsonl").write_text(json.dumps(entry(1, 600.0)) + "\n")
+    with pytest.raises(ConfigError, match=r"2 trainings led to .*training, .*further; give a com"):
+        bundle_training(further, ["1a2b3c4"], print, target)
+    assert not (target / "training.json").exists()
+    bundle_training(further, ["1a2b3c4", "5d6e7f8"], print, target)
+    write_card(target)
+    told = card(target)
+    assert "| seed, code | 3, commit 1a2b3c4 | 4, commit 5d6e7f8 |" in told
+    assert "| took | 3 minutes, 2 of them on a core by each process | 10 minutes, 5 of" in told
+    assert str(tmp_path) not in (target / "training.json").read_text()
+
+
+def test_what_a_training_went_on_from_is_told_by_its_name_alone(source: Path, target: Path) -> None:
+    options = {**OPTIONS, "source": str(source.parent / "checkpoint-of-someone")}
     (source / "training.json").write_text(json.dumps(options))
-    bundle_training(source, "abc", lambda _: None, target)
-    assert json.loads((target / "training.json").read_text())["source"] == "finished"
+    bundle_training(source, ["abc"], lambda _: None, target)
+    (training,) = json.loads((target / "training.json").read_text())
+    assert training["source"] == "checkpoint-of-someone"
 
 
 def test_the_table_is_of_the_figures(source: Path, target: Path) -> None:
-    bundle_training(source, "1a2b3c4", print, target)
+    bundle_training(source, ["1a2b3c4"], print, target)
     every = load_evaluation()
     renderer = Renderer(TOKENIZER)
     scores = {
@@ -150,8 +168,8 @@ def test_what_is_no_training_of_this_model_changes_nothing(
     else:
         name = "config.json" if damage == "another geometry" else "tokenizer.json"
         (checkpoint / name).write_text("{}")
-    with pytest.raises(ConfigError, match=r"finished|is not the bundled model's"):
-        bundle_training(source, "1a2b3c4", print, target)
+    with pytest.raises(ConfigError, match=r"finished|is not that of today's code"):
+        bundle_training(source, ["1a2b3c4"], print, target)
     assert sorted(path.name for path in target.iterdir()) == [
         CARD,
         "config.json",

@@ -125,7 +125,15 @@ RECORDED = {10: 6.7190, 20: 3.2758, 30: 2.2700, 40: 2.3069, 50: 1.5759}
 
 @pytest.mark.slow
 def test_fifty_steps_of_the_twin_learn_what_they_did_before() -> None:
-    plan = Plan(50, ((1.0, 256),), warm_up=0.5, dense=0.4, ramp_steps=5, tokens_per_step=512)
+    plan = Plan(
+        50,
+        ((1.0, 256),),
+        warm_up=0.5,
+        distant=0.0,
+        dense=0.4,
+        ramp_steps=5,
+        tokens_per_step=512,
+    )
     trainer = Trainer(
         ModelConfig.from_dict(config_of(Size.TINY)),
         compressed_ids(Tokenizer.from_file(str(TOKENIZER))),

@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from ripresa.cluster.training.bundle import FIGURES, WEIGHTS
 from ripresa.cluster.training.card import BEGIN, CARD, END, generated
 from ripresa.cluster.training.figures import Figures
 from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.demo.checkpoint import DEMO_MODEL
+from ripresa.workers.demo.training.sizes import Size, config_of
 from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.inventory import take_inventory
 from ripresa.workers.worker_process import model_folder
 
-MAX_BYTES = 30_000_000
+MAX_BYTES = 40_000_000
 
 
-def test_the_default_is_a_whole_checkpoint_of_the_released_form() -> None:
+SIZES = [Size.DEMO]
+FOLDERS = [size.bundled for size in SIZES]
+
+
+def test_the_default_is_the_bundled_model() -> None:
     assert model_folder("") == DEMO_MODEL
-    with Checkpoint(DEMO_MODEL) as checkpoint:
-        config = ModelConfig.from_file(DEMO_MODEL / "config.json")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_a_whole_checkpoint_of_the_released_form(size: Size) -> None:
+    with Checkpoint(size.bundled) as checkpoint:
+        config = ModelConfig.from_file(size.bundled / "config.json")
         inventory = take_inventory(checkpoint.entries, config)
         kinds = {entry.dtype for entry in checkpoint.entries.values()}
+    assert config == ModelConfig.from_dict(config_of(size))
     assert len(inventory.stored) == len(checkpoint.entries)
     assert kinds == {"BF16", "F32"}
-    assert (DEMO_MODEL / WEIGHTS).stat().st_size < MAX_BYTES
+    tokenizer = (size.bundled / "tokenizer.json").read_bytes()
+    assert tokenizer == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
-def test_the_files_are_those_of_the_record() -> None:
+def test_both_are_small() -> None:
+    assert sum((folder / WEIGHTS).stat().st_size for folder in FOLDERS) < MAX_BYTES
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_files_are_those_of_the_record(folder: Path) -> None:
     lines: list[str] = []
-    assert CheckpointFiles(DEMO_MODEL).check(lines.append)
+    assert CheckpointFiles(folder).check(lines.append)
     verdicts = [line for line in lines if "sha256" in line]
     assert len(verdicts) == 3
     assert all(line.endswith("as in SHA256SUMS") for line in verdicts)
 
 
-def test_the_figures_are_of_these_weights_and_the_card_is_made_of_them() -> None:
-    figures = Figures.load(DEMO_MODEL / FIGURES)
-    config = ModelConfig.from_file(DEMO_MODEL / "config.json")
-    assert figures.weights == model_digest(DEMO_MODEL, config)
-    part = (DEMO_MODEL / CARD).read_text().partition(BEGIN)[2].partition(END)[0]
-    assert part.strip() == "\n".join(generated())
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_figures_are_of_these_weights_and_the_card_is_made_of_them(folder: Path) -> None:
+    figures = Figures.load(folder / FIGURES)
+    config = ModelConfig.from_file(folder / "config.json")
+    assert figures.weights == model_digest(folder, config)
+    part = (folder / CARD).read_text().partition(BEGIN)[2].partition(END)[0]
+    assert part.strip() == "\n".join(generated(folder))
 
 
-def test_what_was_trained_is_told() -> None:
-    options = json.loads((DEMO_MODEL / "training.json").read_text())
-    assert options["size"] == "demo"
-    assert {"seed", "num_tokens", "commit", "machine"} <= options.keys()
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_trained_is_told(size: Size) -> None:
+    trainings = json.loads((size.bundled / "training.json").read_text())
+    for options in trainings:
+        assert options["size"] == size
+        assert {"seed", "num_tokens", "commit", "machine"} <= options.keys()

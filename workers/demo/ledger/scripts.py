@@ -56,6 +56,18 @@ RECALL: Mix = {
 }
 """All tasks, and many questions about what was read: they are short, and learnt last."""
 
+DISTANT: Mix = {
+    Task.REPEAT: 0.06,
+    Task.NEAR: 0.06,
+    Task.FAR: 0.6,
+    Task.NEEDLE: 0.05,
+    Task.TWO_HOP: 0.06,
+    Task.UPDATE: 0.04,
+    Task.ABSENT: 0.03,
+    Task.CALC: 0.1,
+}
+"""Mostly what is learnt last, and enough of the rest that nothing is lost."""
+
 _MAX_PARAGRAPHS = 6
 _SHARE_WITH_PAGES = 0.4
 _SHARE_OF_UPDATED = 0.3

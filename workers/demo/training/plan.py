@@ -9,10 +9,11 @@ TOKENS_PER_STEP = 2048
 
 
 class Phase(StrEnum):
-    """Which conversations are drawn: mostly copying first."""
+    """What is read: mostly copying first, at the end mostly questions about what is far back."""
 
     WARM_UP = "warm-up"
     FULL = "full"
+    DISTANT = "distant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class Plan:
     Attributes:
         num_steps: until the end.
         lengths: sequence lengths, one after the other, with the share of steps where each ends.
-        warm_up: share of steps with the copying mix; dense: share with dense attention only.
+        warm_up: share of steps, the first ones, with the copying mix; distant: of the last ones.
+        dense: share with dense attention only.
+        peak: the highest rate.
         decay: share of steps, the last ones, in which the rate falls to zero.
         ramp_steps: the first ones, in which it rises.
         tokens_per_step: of each process.
@@ -49,7 +52,9 @@ class Plan:
     num_steps: int
     lengths: tuple[tuple[float, int], ...] = ((0.6, 512), (0.9, 1024), (1.0, 2048))
     warm_up: float = 0.08
+    distant: float = 0.5
     dense: float = 0.4
+    peak: float = 1.0
     decay: float = 0.25
     ramp_steps: int = 30
     tokens_per_step: int = TOKENS_PER_STEP
@@ -61,10 +66,23 @@ class Plan:
         # Every other step of a while reads both ways, so that nothing is lost at once.
         is_dense = done < self.dense or (done < 2 * self.dense and number % 2 == 0)
         rate = min(1.0, (number + 1) / self.ramp_steps, (1 - done) / self.decay)
-        return Step(
-            Phase.WARM_UP if done < self.warm_up else Phase.FULL,
-            length,
-            max(self.tokens_per_step // length, 1),
-            is_dense,
-            rate,
-        )
+        num_sequences = max(self.tokens_per_step // length, 1)
+        return Step(self._phase(done), length, num_sequences, is_dense, self.peak * rate)
+
+    def _phase(self, done: float) -> Phase:
+        if done < self.warm_up:
+            return Phase.WARM_UP
+        return Phase.FULL if done < 1 - self.distant else Phase.DISTANT
+
+
+def continuation(num_steps: int) -> Plan:
+    """The plan of a training that goes on from where another one ended."""
+    return Plan(
+        num_steps,
+        lengths=((0.35, 512), (0.75, 1024), (1.0, 2048)),
+        warm_up=0.0,
+        distant=1.0,
+        dense=0.3,
+        peak=0.7,
+        decay=0.4,
+    )

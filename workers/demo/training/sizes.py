@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from ripresa.workers.demo.checkpoint import DEMO_MODEL
+from ripresa.workers.demo.checkpoint import DEMO_MODEL, DEMO_TWIN
 
 
 class Size(StrEnum):
@@ -14,6 +15,11 @@ class Size(StrEnum):
 
     DEMO = "demo"
     TINY = "tiny"
+
+    @property
+    def bundled(self) -> Path:
+        """Folder of the bundled checkpoint."""
+        return DEMO_MODEL if self is Size.DEMO else DEMO_TWIN
 
 
 _TINY = {

@@ -10,7 +10,7 @@ import torch
 from tiny_model import tiny_config
 
 from ripresa.workers.demo.training.optimizer import Optimizer, balance, is_trained, uses_muon
-from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Phase, Plan, Step
+from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Phase, Plan, Step, continuation
 from ripresa.workers.demo.training.trainer import Batch, Trainer, train
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -156,3 +156,12 @@ def test_the_plan_grows_longer_sparser_and_slower() -> None:
     assert rates[600:] == sorted(rates[600:], reverse=True)
     assert max(rates) == 1.0
     assert 0 < rates[-1] < 0.01
+
+
+def test_a_training_that_goes_on_asks_for_what_is_far_back_all_the_time() -> None:
+    plan = continuation(1000)
+    steps = [plan.step(number) for number in range(1000)]
+    assert {step.phase for step in steps} == {Phase.DISTANT}
+    assert not any(step.is_dense for step in steps[600:])
+    assert max(step.rate for step in steps) == pytest.approx(0.7)
+    assert 0 < steps[-1].rate < 0.01
