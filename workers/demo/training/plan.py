@@ -76,10 +76,13 @@ class Plan:
 
 
 def continuation(num_steps: int) -> Plan:
-    """The plan of a training that goes on from where another one ended."""
+    """The plan of a training that goes on from where another one ended.
+
+    Its sequences are long, so that what is asked for is one of many records that were read.
+    """
     return Plan(
         num_steps,
-        lengths=((0.35, 512), (0.75, 1024), (1.0, 2048)),
+        lengths=((0.5, 1024), (1.0, 2048)),
         warm_up=0.0,
         distant=1.0,
         dense=0.3,
