@@ -55,7 +55,7 @@ def test_most_of_its_questions_are_about_what_was_read_before() -> None:
             ).turns
         ]
         shares[phase] = sum(turn.task in far for turn in turns) / len(turns)
-    assert shares[Phase.DISTANT] > 0.6 > shares[Phase.FULL]
+    assert shares[Phase.DISTANT] > max(shares[Phase.FULL], 0.5)
 
 
 @pytest.mark.slow
