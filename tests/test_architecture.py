@@ -78,6 +78,7 @@ VIOLATIONS = [
         "workers/demo/ledger/planted.py",
         "import torch",
     ),
+    ("One file encodes by the fast library", "workers/sampler.py", "import fastokens"),
     ("One file compiles grammars", "workers/sampler.py", "import llguidance"),
     (
         "The client stands on wire and errors, and is light",

@@ -282,11 +282,6 @@ class ChatEncoding:
                 token_ids += self._texts.encoded(segment.text, salt, self._tokenizer.encode)
         return token_ids
 
-    def learn(self, segments: Iterable[Segment], salt: bytes) -> None:
-        """Encode the long pieces together that are new, which is faster than one by one."""
-        texts = (segment.text for segment in segments if not segment.is_special)
-        self._texts.learn(texts, salt, self._tokenizer.encode_all)
-
     def parser(
         self, prompt: Prompt, response_id: str, protocol: Protocol | None = None
     ) -> AnswerParser:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
@@ -140,14 +140,13 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
     turns: list[EarlierTurn] = []
     open_turn: tuple[bytes, int] | None = None
     segments = prompt.segments
-    encoding.learn(_by_the_client(segments), salt)
     while place < len(segments):
-        if not _is(segments[place], ASSISTANT):
-            token_ids += encoding.encode(segments[place : place + 1], salt)
-            place += 1
-            continue
-        token_ids += encoding.encode(segments[place : place + _NUM_HEADER_TOKENS])
-        place += _NUM_HEADER_TOKENS
+        header = _next(segments, place, ASSISTANT)
+        token_ids += encoding.encode(segments[place:header], salt)
+        if header == len(segments):
+            break
+        place = header + _NUM_HEADER_TOKENS
+        token_ids += encoding.encode(segments[header:place])
         digest.update(array("I", token_ids[num_hashed:]).tobytes())
         num_hashed = len(token_ids)
         if len(turns) == len(prompt.turns):
@@ -161,7 +160,7 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
         if found is not None:
             token_ids += found
             num_spliced += 1
-            place = _after_turn(segments, place)
+            place = _next(segments, place, END_OF_SENTENCE) + 1
     opened = None
     if open_turn is not None:
         start = open_turn[1]
@@ -169,25 +168,13 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
     return SplicedPrompt(tuple(token_ids), num_spliced, tuple(turns), opened)
 
 
-def _is(segment: Segment, spelling: str) -> bool:
-    return segment.is_special and segment.text == spelling
-
-
-def _by_the_client(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The pieces outside of earlier answers, which may stand as the model said them."""
-    is_answer = False
-    for segment in segments:
-        if segment.is_special:
-            is_answer = segment.text == ASSISTANT or (is_answer and segment.text != END_OF_SENTENCE)
-        if not is_answer:
-            yield segment
-
-
-def _after_turn(segments: Sequence[Segment], place: int) -> int:
-    """The segment behind the end of sentence that closes a turn, or behind the last one."""
-    while place < len(segments) and not _is(segments[place], END_OF_SENTENCE):
-        place += 1
-    return place + 1
+def _next(segments: Sequence[Segment], place: int, spelling: str) -> int:
+    """Where a special token stands next, from `place` on; the number of segments for nowhere."""
+    for number in range(place, len(segments)):
+        segment = segments[number]
+        if segment.is_special and segment.text == spelling:
+            return number
+    return len(segments)
 
 
 def what_is_said(turn: Turn) -> bytes:

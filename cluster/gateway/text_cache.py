@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 MIN_CHARS = 200
@@ -42,20 +42,6 @@ class TextCache:
         ids = array("I", encode(text))
         self._keep(key, ids)
         return ids
-
-    def learn(
-        self,
-        texts: Iterable[str],
-        salt: bytes,
-        encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]],
-    ) -> None:
-        """Encode those texts together that would be kept and are not yet."""
-        with self._lock:
-            # A dict, since a text may come twice.
-            new = {t: None for t in texts if self._is_kept(t) and (salt, t) not in self._ids}
-        if new:
-            for text, ids in zip(new, encode_all(tuple(new)), strict=True):
-                self._keep((salt, text), array("I", ids))
 
     def _is_kept(self, text: str) -> bool:
         return MIN_CHARS <= len(text) <= self._max_chars

@@ -2,7 +2,8 @@
 
 Byte-level BPE only, from a `tokenizer.json` by path. Every token id then stands for fixed bytes,
 so decoding needs no look-back and text streams are exact: their pieces concatenate to the decoded
-whole, whatever way the tokens were batched.
+whole, whatever way the tokens were batched. `fast_bpe.py` encodes what it is known to encode
+exactly; what it refuses is encoded by `tokenizers`, and the log says why.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerModel
 
+from ripresa.cluster.gateway.fast_bpe import Encode, NotKnown, fast_encoder
 from ripresa.workers.errors import CheckpointError, InvalidArgument
 from ripresa.workers.models.checkpoint_tokenizer import read_tokenizer_file, usable_tokenizer
 from ripresa.workers.models.vocabulary import token_bytes
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -43,7 +48,7 @@ class Tokenizer:
             self._bytes_of = token_bytes(spec)
             self._max_token_bytes = max(map(len, self._bytes_of.values()))
             self.special_ids = _special_ids(spec)
-            self._plain = TokenizerModel.from_str(json.dumps(_without_added_tokens(spec)))
+            self._encode = _encoder(path, _without_added_tokens(spec))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
 
@@ -57,14 +62,8 @@ class Tokenizer:
         return -(-len(text.encode()) // self._max_token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_all((text,))[0]
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text's ids; several texts are encoded side by side on the machine's cores."""
         with usable_tokenizer():
-            # Unlike `encode`, it computes no offsets, which nobody asks for.
-            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [one.ids for one in encoded]
+            return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some ids, special tokens as their spelling, broken UTF-8 as U+FFFD.
@@ -107,10 +106,16 @@ def _special_ids(spec: dict[str, Any]) -> dict[str, int]:
 
 
 def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same BPE that knows no special spelling and adds, cuts and pads nothing."""
+    """The same BPE that knows no special spelling and adds, cuts and pads nothing.
+
+    The ids of added tokens keep entries that no text can spell: some libraries refuse gaps.
+    """
     added = {token["id"] for token in spec["added_tokens"]}
     model = spec["model"]
-    vocab = {token: token_id for token, token_id in model["vocab"].items() if token_id not in added}
+    vocab = {
+        f"\0{token_id}" if token_id in added else token: token_id
+        for token, token_id in model["vocab"].items()
+    }
     unwanted: dict[str, Any] = {
         "added_tokens": [],
         "post_processor": None,
@@ -118,3 +123,15 @@ def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
         "padding": None,
     }
     return {**spec, **unwanted, "model": {**model, "vocab": vocab}}
+
+
+def _encoder(path: Path, spec: dict[str, Any]) -> Encode:
+    """The fastest exact encoding of plain text by a tokenizer.json."""
+    # Whether it is one at all is for this library to say.
+    model = TokenizerModel.from_str(json.dumps(spec))
+    try:
+        return fast_encoder(spec)
+    except NotKnown as reason:
+        log.warning("%s is encoded by the slower library: %s", path, reason)
+    # Unlike `encode`, it computes no offsets, which nobody asks for.
+    return lambda text: model.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -64,7 +64,7 @@ def token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     if model["type"] != "BPE" or [step and step["type"] for step in steps] != ["ByteLevel"]:
         raise ValueError("only byte-level BPE (model BPE, decoder ByteLevel) is supported")
-    byte_of = _byte_alphabet()
+    byte_of = byte_alphabet()
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
     known: dict[int, bytes] = {}
     for token, token_id in model["vocab"].items():
@@ -73,7 +73,7 @@ def token_bytes(spec: dict[str, Any]) -> dict[int, bytes]:
     return known | added
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins: printable Latin-1 stands for itself, the rest follow U+0100.
 
     Compared with the library's own alphabet when built.

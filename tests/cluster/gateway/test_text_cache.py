@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ripresa.cluster.gateway.text_cache import MIN_CHARS, TextCache
 
 
@@ -40,19 +38,3 @@ def test_short_and_huge_texts_are_not_kept() -> None:
         for _ in range(2):
             cache.encoded(text, b"", encode)
     assert len(encode.texts) == 4
-
-
-def test_texts_that_are_learned_together_are_each_encoded_once() -> None:
-    cache, encode = TextCache(2 * MIN_CHARS), Encoder()
-    a, b = "a" * MIN_CHARS, "b" * MIN_CHARS
-
-    def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        return [encode(text) for text in texts]
-
-    cache.learn(("short", a, a), b"mine", encode_all)
-    cache.learn((a, b, "c" * (2 * MIN_CHARS + 1)), b"mine", encode_all)
-    assert encode.texts == [a, b]
-    assert list(cache.encoded(a, b"mine", encode)) == [ord("a")] * MIN_CHARS
-    assert len(encode.texts) == 2
-    cache.learn((a,), b"yours", encode_all)
-    assert len(encode.texts) == 3
