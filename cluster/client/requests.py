@@ -212,41 +212,44 @@ def _config(
 
 
 def _sampling(sampling: Sampling) -> pb.SamplingParams:
-    try:
-        return pb.SamplingParams(**sampling)
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument("sampling", f"cannot be sent: {error}") from error
+    message = pb.SamplingParams()
+    for name, value in sampling.items():
+        try:
+            message.MergeFrom(pb.SamplingParams(**{name: value}))  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(f"sampling.{name}", f"cannot be sent: {error}") from error
+    return message
 
 
 def _options(given: Options) -> pb.RequestOptions:
     unknown = given.keys() - Options.__annotations__.keys()
     if unknown:
         raise InvalidArgument("options", f"{', '.join(sorted(unknown))}: there is no such option")
-    try:
-        options = pb.RequestOptions(
-            request_id=given.get("request_id") or uuid.uuid4().hex,
-            model=given.get("model", ""),
-            session_id=given.get("session_id", ""),
-            cache_salt=given.get("cache_salt", ""),
-            priority=given.get("priority", 0),
-        )
-        if "max_queue_time_s" in given:
-            options.max_queue_time.CopyFrom(_duration(given["max_queue_time_s"]))
-        if "expect_next_within_s" in given:
-            options.expect_next_within.CopyFrom(_duration(given["expect_next_within_s"]))
-        policy = pb.CachePolicy(
-            disable_read=given.get("disable_cache_read", False),
-            disable_write=given.get("disable_cache_write", False),
-        )
-        if "replay_mode" in given:
-            mode = f"REPLAY_MODE_{given['replay_mode'].upper()}"
-            policy.replay_mode = pb.ReplayMode.Value(mode)
-        if "tail" in given:
-            policy.tail = pb.TailVariant.Value(f"TAIL_VARIANT_{given['tail'].upper()}")
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidArgument("options", f"cannot be sent: {error}") from error
-    options.cache_policy.CopyFrom(policy)
+    options = pb.RequestOptions()
+    for name, value in given.items():
+        try:
+            _set_option(options, name, value)
+        except (ValueError, TypeError, OverflowError, AttributeError) as error:
+            raise InvalidArgument(f"options.{name}", f"cannot be sent: {error}") from error
+    options.request_id = options.request_id or uuid.uuid4().hex
     return options
+
+
+def _set_option(options: pb.RequestOptions, name: str, value: Any) -> None:
+    match name:
+        case "max_queue_time_s" | "expect_next_within_s":
+            getattr(options, name.removesuffix("_s")).CopyFrom(_duration(value))
+        case "disable_cache_read":
+            options.cache_policy.disable_read = value
+        case "disable_cache_write":
+            options.cache_policy.disable_write = value
+        case "replay_mode":
+            mode = f"REPLAY_MODE_{value.upper()}"
+            options.cache_policy.replay_mode = pb.ReplayMode.Value(mode)
+        case "tail":
+            options.cache_policy.tail = pb.TailVariant.Value(f"TAIL_VARIANT_{value.upper()}")
+        case _:
+            setattr(options, name, value)
 
 
 def _duration(seconds: float) -> Duration:

@@ -55,13 +55,24 @@ class Tool:
         parameters: the JSON schema of its arguments.
         is_strict: every keyword of the schema holds; else those that no grammar can express do
             not.
-        field: the part of the request that declares it.
+        field: the part of the request that declares its parameters.
     """
 
     name: str
     parameters: Any
     is_strict: bool
     field: str
+
+
+def check_call_name(name: str, field: str) -> None:
+    """Refuse the name of a call in a history that the encoding cannot write.
+
+    Any other is fine: tools may have been renamed since, and models make names up.
+    """
+    if not name or _BAD_NAME.search(name):
+        raise InvalidArgument(
+            field, "must be a tool's name: some characters, none of \", <, >, ｜ or a line's end"
+        )
 
 
 def calls_rules(tools: Sequence[Tool], mark: int, *, is_single: bool) -> str:

@@ -15,7 +15,6 @@ model writes. Some things are done here instead of there:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -26,6 +25,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from ripresa.cluster.gateway.call_grammar import Tool
+from ripresa.cluster.gateway.conversion_refusals import declared_tools, refusal
 from ripresa.cluster.gateway.output_format import OutputFormat, read_format
 from ripresa.cluster.gateway.status import RequestError, shorten
 from ripresa.cluster.gateway.text_cache import TextCache
@@ -41,7 +41,6 @@ END_OF_REASONING = "</think>"
 CALL_MARK = "｜DSML｜"
 CALLS_OPENING = f"\n\n<{CALL_MARK} calls>\n"
 
-MAX_STOP_STRINGS = 16
 MAX_TOKENS_BOUND = 1 << 31
 """The library's own bound on `max_tokens`, put out of the way: the model's context is ours."""
 
@@ -49,10 +48,7 @@ _NUM_HEADER_SEGMENTS = 2
 """`<｜Assistant｜>`, and what opens or closes the reasoning."""
 
 _EFFORT = "Reasoning Effort: 75 ("
-_PATH = re.compile(r"^\.?((?:messages|input|tools)\b[\w.\[\]]*): ")
-_PARAMETER = re.compile(r"^Invalid (\w+) value, ")
-_STOPS = "Stop string array"
-_TOOLS = ("Invalid tool parameters", "Invalid schema for function")
+
 
 Json = dict[str, Any]
 
@@ -206,6 +202,7 @@ class ChatEncoding:
         body = {**body, "model": self._model}
         choice = _take_tool_choice(body, protocol)
         effort = body.get("reasoning_effort")
+        _check_thinking(body)
         if isinstance(effort, int) and not isinstance(effort, bool):
             if not 1 <= effort <= 100:
                 raise InvalidArgument("reasoning_effort", f"must be 1 to 100, is {effort}")
@@ -227,7 +224,8 @@ class ChatEncoding:
             conversation = _with_format(converted.conversation, wanted)
             rendered = self._renderer.render_conversation(conversation)
         except recipe.ConversionError as error:
-            raise _conversion_error(error, protocol) from error
+            message = str(json.loads(error.body)["error"]["message"])
+            raise refusal(message, body, MESSAGES_IN[protocol]) from error
         except (ValueError, RuntimeError, RecursionError) as error:
             text = shorten(str(error)).removeprefix("invalid request body: ")
             raise RequestError(
@@ -436,13 +434,10 @@ def _tools(body: Json, conversation: recipe.Conversation) -> tuple[Tool, ...]:
 
     Of a strict tool's schema the library leaves out what its prompt does not show.
     """
-    sent: dict[Any, Any] = {}
-    for tool in body.get("tools") or ():
-        holder = tool.get("function", tool)
-        sent[holder.get("name")] = holder.get("parameters", holder.get("input_schema"))
+    sent = {declared.name: declared for declared in declared_tools(body)}
     return tuple(
-        Tool(tool.name, sent.get(tool.name, tool.parameters), tool.strict is True, f"tools[{n}]")
-        for n, tool in enumerate(conversation.tools)
+        Tool(tool.name, sent[tool.name].parameters, tool.strict is True, sent[tool.name].place)
+        for tool in conversation.tools
     )
 
 
@@ -511,6 +506,8 @@ def _choice_of(asked: Any, protocol: Protocol) -> ToolChoice:
         name = holder.get("name") if isinstance(holder, dict) else None
         if isinstance(name, str):
             return ToolChoice("required", name)
+    if protocol is Protocol.MESSAGES:
+        raise InvalidArgument("tool_choice", "must be of type auto, any, none, or tool with a name")
     raise InvalidArgument("tool_choice", "must be auto, none, required, or name one function")
 
 
@@ -528,6 +525,15 @@ def _split_marks(text: str) -> Iterator[Segment]:
             yield Segment(CALL_MARK, True)
         if part:
             yield Segment(part, False)
+
+
+def _check_thinking(body: Json) -> None:
+    """Refuse a body that asks for thinking and for none."""
+    effort, thinking = body.get("reasoning_effort"), body.get("thinking")
+    if effort is None or not isinstance(thinking, dict):
+        return
+    if (effort == "none") is not (thinking.get("type") == "disabled"):
+        raise InvalidArgument("reasoning_effort", "contradicts `thinking`; give one of them")
 
 
 def _as_known_role(message: Any) -> Any:
@@ -591,27 +597,3 @@ def _with_effort(segments: tuple[Segment, ...], effort: int) -> tuple[Segment, .
             line = f"Reasoning Effort: {effort} (" + segment.text.removeprefix(_EFFORT)
             return (*segments[:place], Segment(line, False), *segments[place + 1 :])
     return segments
-
-
-def _conversion_error(
-    error: recipe.ConversionError, protocol: Protocol
-) -> InvalidArgument | RequestError:
-    """The library's refusal, and the part of the request that it is about."""
-    message = str(json.loads(error.body)["error"]["message"])
-    parameter = _PARAMETER.match(message)
-    if parameter is not None:
-        name, said = parameter[1], message[parameter.end() :]
-        if protocol is Protocol.RESPONSES and name == "max_tokens":
-            name = "max_output_tokens"
-        return InvalidArgument(name, said)
-    if message.startswith(_STOPS):
-        field = "stop_sequences" if protocol is Protocol.MESSAGES else "stop"
-        return InvalidArgument(field, f"at most {MAX_STOP_STRINGS} strings are allowed")
-    path = _PATH.match(message)
-    field = "tools" if message.startswith(_TOOLS) else MESSAGES_IN[protocol]
-    return RequestError(
-        ErrorCode.INVALID_ARGUMENT,
-        "TEMPLATE_ERROR",
-        message if path is None else message[path.end() :],
-        field=field if path is None else path[1],
-    )

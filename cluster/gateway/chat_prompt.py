@@ -76,12 +76,14 @@ class ChatReader:
         asked: AskedSampling,
         arrival: Arrival,
         name: Name,
+        place: Name = str,
     ) -> AskedChat:
         """Render, encode and check a request.
 
         Args:
             body: the conversation in its protocol's JSON.
             name: a sampling parameter's path in the request, for refusals.
+            place: the path in the request of what has one in the body, for refusals by workers.
 
         Raises:
             RipresaError: the request is not acceptable; `field` names the part at fault.
@@ -95,6 +97,7 @@ class ChatReader:
         constraint = constraint_of(prompt, asked.format, self.encoding)
         if constraint is not None:
             check_endings(asked.ignore_eos, name)
+            constraint = replace(constraint, field=place(constraint.field))
             sampling = replace(sampling, constraint=constraint)
         if prompt.tool_choice.mode == "none":
             sampling = replace(sampling, banned_token_ids=(self.encoding.call_token_id,))

@@ -14,6 +14,7 @@ from ripresa.cluster.gateway.status import RequestError
 from ripresa.workers.errors import ErrorCode
 
 REQUEST_ID = "x-request-id"
+CONTENT_ENCODING = "content-encoding"
 
 
 def authenticated(service: Callable[[], InferenceService]) -> Any:
@@ -37,8 +38,16 @@ async def body_of(request: Request, max_bytes: int) -> bytes:
     """A request's body.
 
     Raises:
-        RequestError: it has more than `max_bytes` bytes; the rest is not read.
+        RequestError: it is compressed, or has more than `max_bytes` bytes; the rest is not read.
     """
+    encoding = request.headers.get(CONTENT_ENCODING, "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT,
+            "UNSUPPORTED_ENCODING",
+            f"a body encoded as {encoding[:64]!r} is not read; send it as it is",
+            field=CONTENT_ENCODING,
+        )
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

@@ -31,18 +31,20 @@ from ripresa.cluster.gateway.http_fields import (
     name_in,
     options_of,
     read_body,
+    require,
     sampling_of,
     tells_usage,
 )
 from ripresa.cluster.gateway.http_stream import Message, openai_failure, respond
 from ripresa.cluster.gateway.http_usage import our_usage, usage
+from ripresa.cluster.gateway.sampling import check_ranges
 from ripresa.cluster.gateway.served_model import check_model
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.cluster.gateway.stream_facts import StreamFacts
 from ripresa.cluster.gateway.told_stream import Teller
 from ripresa.cluster.routing.prompt import PromptRequest
-from ripresa.workers.errors import InvalidArgument, RipresaError
+from ripresa.workers.errors import RipresaError
 from ripresa.workers.request import Finished, FinishReason, TokenLogprobs, Tokens
 
 _REQUIRED: Mapping[Protocol, tuple[str, ...]] = {
@@ -230,6 +232,8 @@ def chat_routes(service: Callable[[], InferenceService]) -> APIRouter:
 
         def count() -> int:
             body = read_body(raw, MESSAGES_FIELDS)
+            require(body, ("messages",))
+            check_ranges(sampling_of(body), name_in(body))
             check_model(body.get("model", ""), gateway.model, "model")
             conversation = conversation_of(body, Protocol.MESSAGES)
             conversation.setdefault("max_tokens", 1)
@@ -257,9 +261,7 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
 
     def read() -> _Asked:
         body = read_body(raw, FIELDS[protocol])
-        for name in _REQUIRED[protocol]:
-            if name not in body:
-                raise InvalidArgument(name, "is missing")
+        require(body, _REQUIRED[protocol])
         check_model(body.get("model", ""), gateway.model, "model")
         options = options_of(body, request.headers.get("x-session-id"))
         conversation = conversation_of(body, protocol)

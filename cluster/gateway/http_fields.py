@@ -7,11 +7,13 @@ not in it, or asks for what is not served, is refused by its name. A null is the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
-from ripresa.cluster.gateway.http_parts import PARTS, check_parts
+from ripresa.cluster.gateway.http_parts import EFFORTS, PARTS, check_parts
 from ripresa.cluster.gateway.sampling import MAX_STOP_CHARS, AskedSampling, Name
 from ripresa.cluster.gateway.validation import check_expectation, check_name, check_queue_time
 from ripresa.protos import ripresa_pb2 as pb
@@ -94,7 +96,7 @@ CHAT_FIELDS: Mapping[str, Schema] = {
     "tools": _OBJECTS,
     "tool_choice": _CHOICE,
     "thinking": _OBJECT,
-    "reasoning_effort": {"anyOf": [_STRING, _INTEGER]},
+    "reasoning_effort": {"anyOf": [{"type": "string", "enum": list(EFFORTS)}, _INTEGER]},
     "response_format": _FORMAT,
     "parallel_tool_calls": _BOOLEAN,
     "modalities": {"type": "array", "items": {"enum": ["text"]}},
@@ -192,13 +194,16 @@ def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
 
     Raises InvalidArgument, naming the field, for one that is unknown or of another type.
     """
+    twice: list[_Twice] = []
     try:
-        body = json.loads(raw)
+        body = json.loads(raw, object_pairs_hook=partial(_object, twice))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("body", f"is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidArgument("body", "must be a JSON object")
     _check_text(body)
+    for name, path in _places_of(twice, body):
+        raise InvalidArgument(path, f"has {name[:64]!r} twice")
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         if name not in fields:
@@ -213,7 +218,16 @@ def conversation_of(body: Json, protocol: Protocol) -> Json:
     Raises InvalidArgument, naming the part, for what is not served inside of its fields.
     """
     check_parts(body, PARTS[protocol])
+    if protocol is Protocol.MESSAGES:
+        _check_budget(body)
     return {name: body[name] for name in _CONVERSATION[protocol] if name in body}
+
+
+def require(body: Json, names: tuple[str, ...]) -> None:
+    """Refuse a body that lacks one of these fields."""
+    for name in names:
+        if name not in body:
+            raise InvalidArgument(name, "is missing")
 
 
 def sampling_of(body: Json) -> AskedSampling:
@@ -300,6 +314,42 @@ def object_schema(fields: Mapping[str, Schema], required: tuple[str, ...]) -> Js
     }
 
 
+class _Twice(dict[str, Any]):
+    """An object that names something twice.
+
+    Attributes:
+        name: what.
+    """
+
+    name = ""
+
+
+def _object(twice: list[_Twice], pairs: list[tuple[str, Any]]) -> Json:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    counts = Counter(name for name, _ in pairs)
+    odd = _Twice(found)
+    odd.name = next(name for name, count in counts.items() if count > 1)
+    twice.append(odd)
+    return odd
+
+
+def _places_of(twice: list[_Twice], body: Json) -> Iterator[tuple[str, str]]:
+    """The names that objects have twice, and where those objects are."""
+    waiting: list[tuple[str, Any]] = [("", body)] if twice else []
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, _Twice):
+            yield value.name, path or "body"
+        if isinstance(value, dict):
+            waiting += [
+                (f"{path}.{key[:64]}" if path else key[:64], part) for key, part in value.items()
+            ]
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+
+
 def _check_text(body: Json) -> None:
     """Refuse escaped surrogates without their other half: no UTF-8 can hold them."""
     try:
@@ -377,6 +427,13 @@ def _check_one_of(path: str, value: object, schemas: list[Schema]) -> None:
     raise InvalidArgument(path, f"must be {words}")
 
 
+def _check_budget(body: Json) -> None:
+    """Refuse thinking that would leave no room for an answer, as Anthropic does."""
+    budget, most = body.get("thinking", {}).get("budget_tokens"), body.get("max_tokens")
+    if budget is not None and most is not None and budget >= most:
+        raise InvalidArgument("thinking.budget_tokens", f"must be below max_tokens, {most}")
+
+
 def _cache_policy(asked: Json) -> pb.CachePolicy:
     replay_mode = _MODES[asked["replay_mode"]] if "replay_mode" in asked else None
     return pb.CachePolicy(**{**asked, "replay_mode": replay_mode})
@@ -391,12 +448,14 @@ def _max_tokens(body: Json) -> int | None:
 
 
 def _logit_bias(body: Json) -> tuple[tuple[int, float], ...]:
-    biases = []
+    biases: dict[int, float] = {}
     for key, bias in body.get("logit_bias", {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
             raise InvalidArgument("logit_bias", f"{key[:32]!r} is no token id")
-        biases.append((int(key), float(bias)))
-    return tuple(biases)
+        if int(key) in biases:
+            raise InvalidArgument(f"logit_bias[{key}]", f"token {int(key)} has a bias already")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
 
 
 def _logprobs(body: Json) -> int | None:

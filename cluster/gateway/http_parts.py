@@ -8,12 +8,26 @@ is the same as no key.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ripresa.cluster.gateway.call_grammar import check_call_name
 from ripresa.cluster.gateway.chat_encoding import Json, Protocol
 from ripresa.workers.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """An object.
+
+    Attributes:
+        needed: keys that it has, and what their values are.
+        others: keys that it may have.
+    """
+
+    needed: Mapping[str, Value]
+    others: Mapping[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +37,7 @@ class Kinds:
     Attributes:
         tag: the key that tells an object's kind.
         keys: of each kind that is served.
-        default: of an object without a tag; None leaves it to the reader.
+        default: of an object without a tag; None refuses it.
     """
 
     tag: str
@@ -38,167 +52,334 @@ class Only:
     values: tuple[object, ...]
 
 
-Keys: TypeAlias = Mapping[str, "Keys | Kinds | Only | None"]
-"""An object's keys and what their values hold: an object, or a list of them; None for anything."""
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A list.
+
+    Attributes:
+        least: how many items it has at least.
+    """
+
+    of: Value
+    least: int = 0
 
 
-def _keys(names: str, **inner: Keys | Kinds | Only) -> Keys:
-    return {**dict.fromkeys(names.split()), **inner}
+@dataclass(frozen=True, slots=True)
+class TextOr:
+    """A string, or another value."""
+
+    other: Value
 
 
-_SCHEMA = _keys("name description schema strict")
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value without parts.
+
+    Attributes:
+        words: what it must be.
+    """
+
+    is_fine: Callable[[Any], bool]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A string that has a check of its own, which takes it and its place."""
+
+    check: Callable[[str, str], None]
+
+
+Value: TypeAlias = Keys | Kinds | Only | Each | TextOr | Leaf | Checked | None
+"""What a value is; None for anything."""
+
+_TEXT = Leaf(lambda value: isinstance(value, str), "a string")
+_FLAG = Leaf(lambda value: isinstance(value, bool), "true or false")
+_OBJECT = Leaf(lambda value: isinstance(value, dict), "an object")
+_COUNT = Leaf(lambda value: type(value) is int and 1 <= value < 1 << 63, "an integer of at least 1")
+_CALL_NAME = Checked(check_call_name)
+
+
+def _keys(needed: Mapping[str, Value] | None = None, ignored: str = "", **others: Value) -> Keys:
+    """An object's table.
+
+    Args:
+        ignored: names of keys that are passed over.
+        others: further keys that it may have.
+    """
+    return Keys(needed or {}, {**dict.fromkeys(ignored.split()), **others})
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
+
+_TYPE: Mapping[str, Value] = {"type": None}  # its holder's tag, which has been looked at
+_SCHEMA_KEYS = "name description schema strict"
 _FORMAT = Kinds(
     "type",
     {
-        "text": _keys("type"),
-        "json_object": _keys("type"),
-        "json_schema": {**_keys("type", json_schema=_SCHEMA), **_SCHEMA},
-        "regex": _keys("type regex"),
+        "text": _keys(_TYPE),
+        "json_object": _keys(_TYPE),
+        "json_schema": _keys(_TYPE, _SCHEMA_KEYS, json_schema=_keys(None, _SCHEMA_KEYS)),
+        "regex": _keys({**_TYPE, "regex": _TEXT}),
     },
-    default="text",
 )
-_STREAM_OPTIONS = _keys("include_usage", include_obfuscation=Only((False,)))
-_THINKING = _keys("type budget_tokens", display=Only(("summarized",)))
+_STREAM_OPTIONS = _keys(include_usage=None, include_obfuscation=Only((False,)))
+_THINKING = Kinds(
+    "type",
+    {
+        "disabled": _keys(_TYPE),
+        "enabled": _keys(_TYPE, budget_tokens=_COUNT, display=Only(("summarized",))),
+        "adaptive": _keys(_TYPE, display=Only(("summarized",))),
+    },
+)
 
-_TEXT = Kinds("type", {"text": _keys("type text cache_control prompt_cache_breakpoint")})
-_TOLD = _keys("role name cache_control", content=_TEXT)
+_TEXT_PART = _keys({**_TYPE, "text": _TEXT}, "cache_control prompt_cache_breakpoint")
+_CONTENT = TextOr(Each(Kinds("type", {"text": _TEXT_PART})))
+_ROLE: Mapping[str, Value] = {"role": None}
+_TOLD = _keys({**_ROLE, "content": _CONTENT}, "name cache_control")
 _CALL = _keys(
-    "id type index provider_specific_fields", function=_keys("name arguments parsed_arguments")
+    {
+        "id": _TEXT,
+        "type": Only(("function",)),
+        "function": _keys({"name": _CALL_NAME, "arguments": _TEXT}, "parsed_arguments"),
+    },
+    "index provider_specific_fields",
 )
 _ASSISTANT = _keys(
-    "reasoning_content prefix "
+    _ROLE,
     # What clients and other servers put beside an answer; `reasoning` repeats the content above.
-    "id annotations parsed reasoning reasoning_details provider_specific_fields",
-    tool_calls=_CALL,
+    "name cache_control id annotations parsed reasoning reasoning_details provider_specific_fields",
+    content=_CONTENT,
+    reasoning_content=_TEXT,
+    prefix=_FLAG,
+    tool_calls=Each(_CALL),
 )
-_CHAT: Keys = {
-    "messages": Kinds(
-        "role",
-        {
-            **dict.fromkeys(("system", "developer", "user", "latest_reminder"), _TOLD),
-            "assistant": {**_TOLD, **_ASSISTANT},
-            "tool": {**_TOLD, **_keys("tool_call_id")},
-        },
+_CHAT: Mapping[str, Value] = {
+    "messages": Each(
+        Kinds(
+            "role",
+            {
+                **dict.fromkeys(("system", "developer", "user", "latest_reminder"), _TOLD),
+                "assistant": _ASSISTANT,
+                "tool": _keys(
+                    {**_ROLE, "content": _CONTENT, "tool_call_id": _TEXT}, "name cache_control"
+                ),
+            },
+        )
     ),
-    "tools": Kinds(
-        "type",
-        {
-            "function": _keys(
-                "type cache_control", function=_keys("name description parameters strict")
-            )
-        },
+    "tools": Each(
+        Kinds(
+            "type",
+            {
+                "function": _keys(
+                    {
+                        **_TYPE,
+                        "function": _keys(
+                            {"name": _TEXT}, description=_TEXT, parameters=_OBJECT, strict=_FLAG
+                        ),
+                    },
+                    "cache_control",
+                )
+            },
+        )
     ),
-    "tool_choice": _keys("type", function=_keys("name")),
+    "tool_choice": TextOr(
+        Kinds("type", {"function": _keys({**_TYPE, "function": _keys({"name": _TEXT})})})
+    ),
     "thinking": _THINKING,
     "response_format": _FORMAT,
     "stream_options": _STREAM_OPTIONS,
 }
 
-_BLOCK = _keys("type cache_control")
-_CLAUDE_TEXT = {**_BLOCK, **_keys("text citations")}
-_CLAUDE_TEXTS = Kinds("type", {"text": _CLAUDE_TEXT})
+_CLAUDE_TEXT = _keys({**_TYPE, "text": _TEXT}, "cache_control citations")
+_CLAUDE_TEXTS = TextOr(Each(Kinds("type", {"text": _CLAUDE_TEXT})))
 _CLAUDE_CONTENT = Kinds(
     "type",
     {
         "text": _CLAUDE_TEXT,
-        "thinking": {**_BLOCK, **_keys("thinking signature")},
-        "tool_use": {**_BLOCK, **_keys("id name input caller")},
-        "tool_result": {**_BLOCK, **_keys("tool_use_id is_error", content=_CLAUDE_TEXTS)},
+        "thinking": _keys({**_TYPE, "thinking": _TEXT}, "cache_control", signature=_TEXT),
+        "tool_use": _keys(
+            {**_TYPE, "id": _TEXT, "name": _CALL_NAME, "input": None}, "cache_control caller"
+        ),
+        "tool_result": _keys(
+            {**_TYPE, "tool_use_id": _TEXT}, "cache_control", content=_CLAUDE_TEXTS, is_error=_FLAG
+        ),
     },
 )
-_CLAUDE_MESSAGE = _keys("role", content=_CLAUDE_CONTENT)
-_MESSAGES: Keys = {
-    "messages": Kinds("role", dict.fromkeys(("user", "assistant", "system"), _CLAUDE_MESSAGE)),
+_CLAUDE_MESSAGE = _keys({**_ROLE, "content": TextOr(Each(_CLAUDE_CONTENT))})
+_MESSAGES: Mapping[str, Value] = {
+    "messages": Each(
+        Kinds("role", dict.fromkeys(("user", "assistant", "system"), _CLAUDE_MESSAGE))
+    ),
     "system": _CLAUDE_TEXTS,
-    "tools": Kinds(
+    "tools": Each(
+        Kinds(
+            "type",
+            {
+                "custom": _keys(
+                    {"name": _TEXT, "input_schema": _OBJECT},
+                    "type cache_control eager_input_streaming",
+                    description=_TEXT,
+                    strict=_FLAG,
+                )
+            },
+            default="custom",
+        )
+    ),
+    "tool_choice": Kinds(
         "type",
         {
-            "custom": {
-                **_BLOCK,
-                **_keys("name description input_schema strict eager_input_streaming"),
-            }
+            "auto": _keys(_TYPE, disable_parallel_tool_use=_FLAG),
+            "any": _keys(_TYPE, disable_parallel_tool_use=_FLAG),
+            "tool": _keys({**_TYPE, "name": _TEXT}, disable_parallel_tool_use=_FLAG),
+            "none": _keys(_TYPE),
         },
-        default="custom",
     ),
-    "tool_choice": _keys("type name disable_parallel_tool_use"),
     "thinking": _THINKING,
 }
 
-_ITEM = _keys("type id status")
-_RESPONSES_TEXT = Kinds(
+_ITEM = "type id status"
+_RESPONSES_TEXT = TextOr(
+    Each(
+        Kinds(
+            "type",
+            {
+                "input_text": _keys({**_TYPE, "text": _TEXT}, "prompt_cache_breakpoint"),
+                "output_text": _keys({**_TYPE, "text": _TEXT}, "annotations logprobs"),
+            },
+        )
+    )
+)
+_TEXT_FORMAT = Kinds(
     "type",
     {
-        "input_text": _keys("type text prompt_cache_breakpoint"),
-        "output_text": _keys("type text annotations logprobs"),
+        **_FORMAT.keys,
+        "json_schema": _keys(
+            {**_TYPE, "name": _TEXT, "schema": _OBJECT}, description=_TEXT, strict=_FLAG
+        ),
     },
 )
-_RESPONSES: Keys = {
-    "input": Kinds(
-        "type",
-        {
-            "message": {**_ITEM, **_keys("role phase", content=_RESPONSES_TEXT)},
-            "function_call": {**_ITEM, **_keys("call_id name arguments")},
-            "function_call_output": {**_ITEM, **_keys("call_id", output=_RESPONSES_TEXT)},
-            "reasoning": {
-                **_ITEM,
-                **_keys("encrypted_content"),
-                **dict.fromkeys(("summary", "content"), _keys("type text")),
-            },
-        },
-        default="message",
+_RESPONSES: Mapping[str, Value] = {
+    "input": TextOr(
+        Each(
+            Kinds(
+                "type",
+                {
+                    "message": _keys(
+                        {
+                            "role": Only(("user", "assistant", "system", "developer")),
+                            "content": _RESPONSES_TEXT,
+                        },
+                        f"{_ITEM} phase",
+                    ),
+                    "function_call": _keys(
+                        {"call_id": _TEXT, "name": _CALL_NAME, "arguments": _TEXT}, _ITEM
+                    ),
+                    "function_call_output": _keys(
+                        {"call_id": _TEXT, "output": _RESPONSES_TEXT}, _ITEM
+                    ),
+                    "reasoning": _keys(
+                        None,
+                        f"{_ITEM} summary",
+                        encrypted_content=_TEXT,
+                        content=Each(_keys({"text": _TEXT}, "type")),
+                    ),
+                },
+                default="message",
+            )
+        )
     ),
-    "tools": Kinds("type", {"function": _keys("type name description parameters strict")}),
-    "tool_choice": _keys("type name"),
-    "reasoning": _keys("effort", summary=Only(("auto",))),
-    "text": {"format": _FORMAT},
+    "tools": Each(
+        Kinds(
+            "type",
+            {
+                "function": _keys(
+                    {**_TYPE, "name": _TEXT}, description=_TEXT, parameters=_OBJECT, strict=_FLAG
+                )
+            },
+        )
+    ),
+    "tool_choice": TextOr(Kinds("type", {"function": _keys({**_TYPE, "name": _TEXT})})),
+    "reasoning": _keys(effort=Only(EFFORTS), summary=Only(("auto",))),
+    "text": _keys(format=_TEXT_FORMAT),
     "stream_options": _STREAM_OPTIONS,
 }
 
-PARTS: Mapping[Protocol, Keys] = {
+PARTS: Mapping[Protocol, Mapping[str, Value]] = {
     Protocol.CHAT_COMPLETIONS: _CHAT,
     Protocol.MESSAGES: _MESSAGES,
     Protocol.RESPONSES: _RESPONSES,
 }
-COMPLETION_PARTS: Keys = {"response_format": _FORMAT, "stream_options": _STREAM_OPTIONS}
+COMPLETION_PARTS: Mapping[str, Value] = {
+    "response_format": _FORMAT,
+    "stream_options": _STREAM_OPTIONS,
+}
 
 
-def check_parts(body: Json, parts: Keys) -> None:
-    """Refuse what a request's fields hold and is not served.
-
-    Args:
-        body: its fields are of the types that their tables say.
+def check_parts(body: Json, parts: Mapping[str, Value]) -> None:
+    """Refuse what a request's fields hold and is not served; drop the nulls of what is.
 
     Raises:
         InvalidArgument: `field` names the first such part.
     """
     for name, inner in parts.items():
-        _check(body.get(name), name, inner)
+        if body.get(name) is not None:
+            _check(body[name], name, inner)
 
 
-def _check(value: Any, path: str, inner: Keys | Kinds | Only | None) -> None:
-    if inner is None or value is None:
-        return
-    if isinstance(inner, Only):
-        if value not in inner.values:
-            allowed = ", ".join(map(json.dumps, inner.values))
-            raise InvalidArgument(path, f"only {allowed} is supported")
-        return
-    is_list = isinstance(value, list)
-    for index, part in enumerate(value if is_list else [value]):
-        if isinstance(part, dict):  # what else it may be, its reader knows
-            _check_object(part, f"{path}[{index}]" if is_list else path, inner)
+def _check(value: Any, path: str, inner: Value) -> None:
+    match inner:
+        case None:
+            return
+        case Only(values):
+            # A truth is an integer to Python, and no value to a client.
+            if not any(value == one and type(value) is type(one) for one in values):
+                allowed = ", ".join(map(json.dumps, values))
+                raise InvalidArgument(path, f"only {allowed} is supported")
+        case Leaf(is_fine, words):
+            if not is_fine(value):
+                raise InvalidArgument(path, f"must be {words}")
+        case Checked(check):
+            _check(value, path, _TEXT)
+            check(value, path)
+        case TextOr(other):
+            if not isinstance(value, str):
+                _check_other(value, path, other)
+        case Each(of):
+            _check(value, path, _LIST)
+            for index, item in enumerate(value):
+                _check(item, f"{path}[{index}]", of)
+        case Keys() | Kinds():
+            _check(value, path, _OBJECT)
+            _check_object(value, path, inner)
+
+
+_LIST = Leaf(lambda value: isinstance(value, list), "a list")
+
+
+def _check_other(value: Any, path: str, other: Value) -> None:
+    """A value that is no string, where one would be fine."""
+    kind, words = (list, "a list") if isinstance(other, Each) else (dict, "an object")
+    if not isinstance(value, kind):
+        raise InvalidArgument(path, f"must be a string or {words}")
+    _check(value, path, other)
 
 
 def _check_object(part: Json, path: str, inner: Keys | Kinds) -> None:
+    for key in [key for key, value in part.items() if value is None]:
+        del part[key]
     if isinstance(inner, Kinds):
-        kind = part.get(inner.tag) or inner.default
+        kind = part.get(inner.tag, inner.default)
         if kind is None:
-            return
+            raise InvalidArgument(f"{path}.{inner.tag}", "is missing")
         if not isinstance(kind, str) or kind not in inner.keys:
             kinds = ", ".join(inner.keys)
             raise InvalidArgument(f"{path}.{inner.tag}", f"only {kinds} is supported")
         inner = inner.keys[kind]
     for key, value in part.items():
-        if key not in inner and value is not None:
+        if key not in inner.needed and key not in inner.others:
             raise InvalidArgument(f"{path}.{key[:64]}", "is not supported")
-        _check(value, f"{path}.{key[:64]}", inner.get(key))
+        _check(value, f"{path}.{key}", inner.needed.get(key, inner.others.get(key)))
+    for key in inner.needed:
+        if key not in part:
+            raise InvalidArgument(f"{path}.{key}", "is missing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -17,9 +17,9 @@ from ripresa.cluster.gateway.http_body import REQUEST_ID, authenticated, call_of
 from ripresa.cluster.gateway.http_chat import chat_routes
 from ripresa.cluster.gateway.http_completions import completion_routes
 from ripresa.cluster.gateway.http_document import errors
+from ripresa.cluster.gateway.http_failure import failure
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
-from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.cluster.gateway.validation import check_request_id, scoped_id
 from ripresa.cluster.observability.metrics import CONTENT_TYPE
 from ripresa.cluster.version import VERSION
@@ -84,14 +84,14 @@ def http_app(
     async def failed(request: Request, error: RipresaError) -> JSONResponse:
         if error.code is ErrorCode.INTERNAL:
             log.error("request %s failed", request.state.request_id, exc_info=error)
-        return _failure(request, error)
+        return failure(request.scope, error, request.state.request_id)
 
     @app.exception_handler(HTTPException)
     async def unroutable(request: Request, error: HTTPException) -> JSONResponse:
         """Starlette's own refusals: no such path, or no such method on it."""
         code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_ARGUMENT
-        answer = _failure(request, RipresaError(code, f"{error.detail}: {request.method}"))
-        answer.status_code = error.status_code
+        refusal = RipresaError(code, f"{error.detail}: {request.method} {request.url.path}")
+        answer = failure(request.scope, refusal, request.state.request_id, error.status_code)
         answer.headers.update(error.headers or {})
         return answer
 
@@ -100,23 +100,12 @@ def http_app(
         request_id = request.state.request_id
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         text = f"unexpected failure; the gateway's log has it under request {request_id}"
-        answer = _failure(request, RipresaError(ErrorCode.INTERNAL, text))
+        answer = failure(request.scope, RipresaError(ErrorCode.INTERNAL, text), request_id)
         if not is_behind_serve:
             answer.headers[REQUEST_ID] = request_id  # this answer passes by `RequestIds`
         return answer
 
     return app
-
-
-def _failure(request: Request, error: RipresaError) -> JSONResponse:
-    """An error in the shape of the API whose path was called."""
-    request_id: str = request.state.request_id
-    body: Mapping[str, object]
-    if request.url.path.startswith("/v1/messages"):
-        code, headers, body = anthropic_error(error, request_id)
-    else:
-        code, headers, body = http_error(error)
-    return JSONResponse(body, code, headers)
 
 
 class RequestIds:
@@ -153,6 +142,6 @@ class RequestIds:
             await send(message)
 
         if refusal is not None:
-            await _failure(Request(scope), refusal)(scope, receive, with_id)
+            await failure(scope, refusal, request_id)(scope, receive, with_id)
         else:
             await self._app(scope, receive, with_id)

@@ -76,14 +76,32 @@ def _bad_request_id(descriptor: Descriptor, request: Message) -> InvalidArgument
 
 def _two_members(descriptor: Descriptor, raw: bytes) -> InvalidArgument | None:
     """The refusal of a message that sets two members of one oneof; a parser keeps the last."""
-    if not descriptor.oneofs:
+    if not _has_oneofs(descriptor):
         return None
-    lenient = _lenient_class(descriptor).FromString(raw)
+    return _doubled(descriptor, _lenient_class(descriptor).FromString(raw), "")
+
+
+def _doubled(descriptor: Descriptor, lenient: Message, prefix: str) -> InvalidArgument | None:
     for oneof in descriptor.oneofs:
         given = [f"`{field.name}`" for field in oneof.fields if lenient.HasField(field.name)]
         if len(given) > 1:
-            return InvalidArgument(oneof.name, f"give one of {' and '.join(given)}, not both")
+            named = f"give one of {' and '.join(given)}, not both"
+            return InvalidArgument(f"{prefix}{oneof.name}", named)
+    for field, value in lenient.ListFields():
+        inner = descriptor.fields_by_name[field.name].message_type
+        if inner is None or field.is_repeated or not _has_oneofs(inner):
+            continue
+        found = _doubled(inner, value, f"{prefix}{field.name}.")
+        if found is not None:
+            return found
     return None
+
+
+@cache
+def _has_oneofs(descriptor: Descriptor) -> bool:
+    """Whether a oneof is in a message, or in one that it has once; no list of ours has any."""
+    inner = (field.message_type for field in descriptor.fields if not field.is_repeated)
+    return bool(descriptor.oneofs) or any(_has_oneofs(each) for each in inner if each is not None)
 
 
 def _first_bad_string(descriptor: Descriptor, lenient: Message, prefix: str = "") -> str | None:

@@ -107,16 +107,26 @@ class OutputFormat:
             raise InvalidArgument(self.field, f"is no JSON: {error}") from error
 
 
-def format_of(message: pb.OutputConstraint, field: str) -> OutputFormat | None:
-    """The format that a gRPC request asks for; None for any text."""
+def format_of(message: pb.OutputConstraint | None, field: str) -> OutputFormat | None:
+    """The format that a gRPC request asks for; None, which is any text, where it has no message.
+
+    Raises:
+        InvalidArgument: the message is there, and asks for nothing.
+    """
+    if message is None:
+        return None
     match message.WhichOneof("kind"):
         case "json_schema":
             return OutputFormat("json_schema", message.json_schema, f"{field}.json_schema")
         case "regex":
             return OutputFormat("regex", message.regex, f"{field}.regex")
-        case "json_object" if message.json_object:
+        case "json_object":
+            if not message.json_object:
+                raise InvalidArgument(
+                    f"{field}.json_object", f"is false; leave `{field}` out where any text will do"
+                )
             return OutputFormat("json_object", "", f"{field}.json_object")
-    return None
+    raise InvalidArgument(field, "is empty; give `json_schema`, `regex` or `json_object`")
 
 
 def read_format(given: object, field: str) -> OutputFormat | None:

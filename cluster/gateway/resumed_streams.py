@@ -117,13 +117,18 @@ class ResumedStreams:
         def follow(prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
             return self._router.resume(prompt, hold)
 
-        def caught_up(is_lost: bool) -> None:
-            if request.next_sequence <= num_told:
+        def caught_up(is_lost: bool, *, is_over: bool = False) -> None:
+            if request.next_sequence < num_told + (not is_over):
                 return
             # The stream goes on for whoever asks better.
             hold.ends_work = False
             if is_lost:
                 raise _lost("a part of the stream is lost with its decode worker")
+            if is_over:
+                raise InvalidArgument(
+                    "next_sequence",
+                    f"the stream is complete: number {num_told - 1} is its last message",
+                )
             raise InvalidArgument(
                 "next_sequence",
                 f"the stream has {num_told} messages yet; ask for one that has not come, of which "
@@ -154,7 +159,7 @@ class ResumedStreams:
                     books.told(is_new=is_new)
                     if is_new:
                         yield message
-            caught_up(is_lost=False)
+            caught_up(is_lost=False, is_over=True)
         finally:
             admitted.close()
 

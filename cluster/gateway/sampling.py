@@ -66,7 +66,7 @@ class AskedSampling:
 
 
 def asked_by(message: pb.SamplingParams) -> AskedSampling:
-    """What a gRPC request asks for."""
+    """What a gRPC request asks for; raises InvalidArgument for a constraint to nothing."""
     optional = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "repetition_penalty")
     given = {name: getattr(message, name) for name in optional if message.HasField(name)}  # type: ignore[arg-type]
     return AskedSampling(
@@ -80,7 +80,9 @@ def asked_by(message: pb.SamplingParams) -> AskedSampling:
         ignore_eos=message.ignore_eos,
         logit_bias=tuple(message.logit_bias.items()),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
-        format=format_of(message.constraint, in_message("constraint")),
+        format=format_of(
+            message.constraint if message.HasField("constraint") else None, in_message("constraint")
+        ),
     )
 
 

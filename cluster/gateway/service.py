@@ -20,7 +20,7 @@ from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_answer import ChatAnswer
 from ripresa.cluster.gateway.chat_encoding import PROMPT_ENCODING, ChatEncoding, Protocol, Turn
-from ripresa.cluster.gateway.chat_messages import chat_body, conversation_body, messages_named
+from ripresa.cluster.gateway.chat_messages import FULL, Paths, chat_body, conversation_body
 from ripresa.cluster.gateway.chat_prompt import AskedChat, ChatReader
 from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
@@ -262,9 +262,12 @@ class InferenceService:
             check_request_id(options.request_id, "options.request_id")
             check_model(options.model, self.model, "options.model")
             asked = asked_by(asked_for.sampling)
-            body, protocol = chat_body(asked_for), Protocol.CHAT_COMPLETIONS
-            with messages_named("full.messages" if turn is None else "turn.messages"):
-                return reader.read(body, protocol, options, asked, arrival, in_message)
+            paths = FULL if turn is None else turn.paths
+            body, protocol = chat_body(asked_for, paths), Protocol.CHAT_COMPLETIONS
+            with paths.named():
+                return reader.read(
+                    body, protocol, options, asked, arrival, in_message, place=paths.of
+                )
 
         def origin(asked: AskedChat, start_time: float) -> StreamOrigin:
             turn = asked.open_turn
@@ -522,8 +525,9 @@ class InferenceService:
 
         def encode() -> tuple[str, Sequence[int]]:
             if conversation is not None:
-                body = conversation_body(conversation, "conversation")
-                with messages_named("conversation.messages"):
+                paths = Paths("conversation.messages", "conversation.config")
+                body = conversation_body(conversation, paths)
+                with paths.named():
                     prompt, token_ids = self.chat_reader().encode(
                         body, Protocol.CHAT_COMPLETIONS, call.tenant, request.cache_salt
                     )

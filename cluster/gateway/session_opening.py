@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Never
 
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.chat_encoding import Protocol
-from ripresa.cluster.gateway.chat_messages import conversation_body, messages_named
+from ripresa.cluster.gateway.chat_messages import Paths, conversation_body
 from ripresa.cluster.gateway.chat_prompt import AskedChat
 from ripresa.cluster.gateway.sampling import AskedSampling, in_message
 from ripresa.cluster.gateway.stream_facts import StreamFacts
@@ -63,9 +63,12 @@ async def read_head(
     whole.messages.add(role=pb.ROLE_USER)
 
     def read() -> AskedChat:
-        body, protocol = conversation_body(whole, "session"), Protocol.CHAT_COMPLETIONS
-        with messages_named("preamble"):
-            return reader.read(body, protocol, options, sampling, arrival, in_message)
+        paths = Paths("preamble", "config")
+        body, protocol = conversation_body(whole, paths), Protocol.CHAT_COMPLETIONS
+        with paths.named():
+            return reader.read(
+                body, protocol, options, sampling, arrival, in_message, place=paths.of
+            )
 
     return SessionOpening(service, await service.off_loop(read, call), call)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from ripresa.cluster.gateway.call import Call
-from ripresa.cluster.gateway.chat_messages import conversation_body
+from ripresa.cluster.gateway.chat_messages import Paths, conversation_body
 from ripresa.cluster.gateway.said_turns import Said
 from ripresa.cluster.gateway.served_model import ServedModel, check_model
 from ripresa.cluster.gateway.status import RequestError
@@ -40,6 +40,9 @@ from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 
 log = logging.getLogger(__name__)
+
+STORE_UNAVAILABLE = "SESSION_STORE_UNAVAILABLE"
+"""`Finished.turn_error` where nobody knows whether the store has the turn."""
 
 
 class Head(Protocol):
@@ -92,11 +95,13 @@ class SessionTurn:
     Attributes:
         request: the same as a chat with its whole conversation.
         said: earlier answers by what finds them.
+        paths: where the client's own request has the parts of it.
     """
 
     request: pb.ChatRequest
     place: TurnPlace
     said: Mapping[bytes, Sequence[int]]
+    paths: Paths
 
 
 @dataclass(slots=True)
@@ -147,12 +152,7 @@ class Sessions:
         check_name(request.session_id, "session_id")
         check_name(request.cache_salt, "cache_salt")
         conversation = pb.FullConversation(config=request.config, messages=request.preamble)
-        try:
-            read = await self._read_head(conversation, request.cache_salt, call)
-        except InvalidArgument as error:
-            # The same parts have other names in a whole conversation.
-            field = (error.field or "").replace("session.messages", "preamble")
-            raise InvalidArgument(field.removeprefix("session."), error.message) from error
+        read = await self._read_head(conversation, request.cache_salt, call)
         session_id = request.session_id or secrets.token_urlsafe(16)
         head = SessionHead(
             self._model.name,
@@ -205,7 +205,7 @@ class Sessions:
         if not asked.messages:
             raise InvalidArgument("turn.messages", "a turn adds at least one message")
         self._bounds.check(asked.messages, field="turn.messages")
-        conversation_body(pb.FullConversation(messages=asked.messages), "turn")
+        conversation_body(pb.FullConversation(messages=asked.messages), _paths(0))
         key = (call.tenant, session_id)
         path = await self._store.path(key, asked.parent_turn_id)
         if isinstance(path, Refusal):
@@ -219,11 +219,12 @@ class Sessions:
         whole.full.CopyFrom(pb.FullConversation.FromString(path.head.conversation))
         for record in path.turns:
             whole.full.messages.extend(pb.FullConversation.FromString(record.messages).messages)
+        paths = _paths(len(whole.full.messages))
         whole.full.messages.extend(asked.messages)
         said = {record.said_key: array("I", record.said) for record in path.turns if record.said}
         added = pb.FullConversation(messages=asked.messages).SerializeToString()
         place = TurnPlace(key, asked.parent_turn_id, secrets.token_urlsafe(12), added)
-        return SessionTurn(whole, place, said)
+        return SessionTurn(whole, place, said, paths)
 
     async def kept(
         self,
@@ -233,10 +234,8 @@ class Sessions:
     ) -> AsyncGenerator[pb.ChatResponse]:
         """The messages of a turn; each answer is in the transcript before its `finished` is told.
 
-        Where the transcript is lost, or cannot take it, `finished` says so: the answer is not lost.
-
-        Raises:
-            RipresaError: UNAVAILABLE, the store does not answer; or as the messages do.
+        Where the transcript is lost, or cannot take it, or its store does not answer, `finished`
+        says so: the answer is not lost. Raises as the messages do.
         """
         started = pb.Started()
         async with aclosing(messages):
@@ -263,7 +262,11 @@ class Sessions:
             started.prompt_tokens + len(said),
             started.worker_id,
         )
-        refusal = await self._store.append(place.key, record)
+        try:
+            refusal: str | None = await self._store.append(place.key, record)
+        except RipresaError as error:
+            log.warning("the session store was not told of a turn: %s", error)
+            refusal = STORE_UNAVAILABLE
         if refusal is None:
             finished.turn_id = turn_id
         else:
@@ -280,6 +283,11 @@ class Sessions:
                 f"must be above 0 and at most {self._max_idle_ttl_s:g} s (sessions.max_idle_ttl_s)",
             )
         return ttl_s
+
+
+def _paths(num_earlier: int) -> Paths:
+    """Of a turn; the head of its conversation is a part of `OpenSessionRequest`."""
+    return Paths("turn.messages", "config", num_earlier)
 
 
 def refused(refusal: Refusal, session_id: str, turn_id: str = "") -> RequestError:

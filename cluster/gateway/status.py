@@ -100,7 +100,7 @@ _REASONS: Mapping[type[RipresaError], str] = MappingProxyType(
 )
 """Errors of other layers that say more than their code."""
 
-_HTTP: Mapping[str, int] = MappingProxyType({"MESSAGE_TOO_LARGE": 413})
+_HTTP: Mapping[str, int] = MappingProxyType({"MESSAGE_TOO_LARGE": 413, "UNSUPPORTED_ENCODING": 415})
 """Reasons for which HTTP has a status of their own."""
 HTTP_STATUSES = frozenset((*(wire.http for wire in STATUS.values()), *_HTTP.values()))
 
@@ -249,7 +249,9 @@ ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
         403: "permission_error",
         404: "not_found_error",
         409: "invalid_request_error",
+        405: "invalid_request_error",
         413: "request_too_large",
+        415: "invalid_request_error",
         429: "rate_limit_error",
         503: "overloaded_error",
         504: "timeout_error",
@@ -258,10 +260,15 @@ ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
 
 
 def anthropic_error(
-    error: RipresaError, request_id: str
+    error: RipresaError, request_id: str, status: int | None = None
 ) -> tuple[int, dict[str, str], dict[str, object]]:
-    """HTTP status, headers and a body in the shape of Anthropic's API."""
+    """HTTP status, headers and a body in the shape of Anthropic's API.
+
+    Args:
+        status: told instead of the error's own.
+    """
     code, headers, _ = http_error(error)
+    code = status or code
     told = {"type": ANTHROPIC_TYPES.get(code, "api_error"), "message": shorten(str(error))}
     return code, headers, {"type": "error", "error": told, "request_id": request_id}
 

@@ -312,14 +312,67 @@ def config(**fields: Any) -> pb.ChatRequest:
     return request
 
 
-TURN = pb.ChatRequest(turn=pb.SessionTurn(messages=[OSLO]))
+def called(name: str) -> pb.ChatRequest:
+    """A history in which the model called a tool of this name."""
+    call = pb.ToolCall(id="c", name=name, arguments_json="{}")
+    return chat(OSLO, pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[call]), ORPHAN)
+
+
 ORPHAN = pb.Message(role=pb.ROLE_TOOL, tool_call_id="c", content="r")
+TURN = pb.ChatRequest(turn=pb.SessionTurn(messages=[OSLO]))
 REFUSED = {
     "nothing": (pb.ChatRequest(), "conversation", "INVALID_REQUEST"),
     "a turn": (TURN, "turn", "INVALID_REQUEST"),
     "no messages": (pb.ChatRequest(full=pb.FullConversation()), "full.messages", "TEMPLATE_ERROR"),
     "no role": (chat(pb.Message(content="x")), "full.messages[0].role", "INVALID_REQUEST"),
-    "an orphan": (chat(OSLO, ORPHAN), "full.messages", "TEMPLATE_ERROR"),
+    "an orphan": (chat(OSLO, ORPHAN), "full.messages[1]", "TEMPLATE_ERROR"),
+    "a call of no name": (called(""), "full.messages[1].tool_calls[0].name", "INVALID_REQUEST"),
+    "a call that forges markup": (
+        called('f"> </'),
+        "full.messages[1].tool_calls[0].name",
+        "INVALID_REQUEST",
+    ),
+    "a tool's name": (tool(name="a b"), "full.config.tools[0].name", "TEMPLATE_ERROR"),
+    "a tool's schema": (
+        tool(parameters_json='{"type": "array"}'),
+        "full.config.tools[0].parameters_json",
+        "TEMPLATE_ERROR",
+    ),
+    "effort without thinking": (
+        config(thinking=pb.Thinking(enabled=False, budget=5)),
+        "full.config.thinking.budget",
+        "INVALID_REQUEST",
+    ),
+    "a tier without thinking": (
+        config(thinking=pb.Thinking(enabled=False, tier="low")),
+        "full.config.thinking.tier",
+        "INVALID_REQUEST",
+    ),
+    "no format": (
+        config(response_format=pb.OutputConstraint()),
+        "full.config.response_format",
+        "INVALID_REQUEST",
+    ),
+    "a format that is none": (
+        config(response_format=pb.OutputConstraint(json_object=False)),
+        "full.config.response_format.json_object",
+        "INVALID_REQUEST",
+    ),
+    "no constraint": (
+        chat(constraint=pb.OutputConstraint()),
+        "sampling.constraint",
+        "INVALID_REQUEST",
+    ),
+    "a name for nothing": (
+        chat(choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_AUTO, name="get_weather")),
+        "tool_choice.name",
+        "INVALID_REQUEST",
+    ),
+    "a choice of no name": (
+        chat(choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NAMED)),
+        "tool_choice.name",
+        "INVALID_REQUEST",
+    ),
     "reasoning of a user": (
         chat(pb.Message(role=pb.ROLE_USER, reasoning_content="x")),
         "full.messages[0].reasoning_content",
@@ -396,6 +449,13 @@ async def test_refusals_name_the_field(
         packed.Unpack(bad)
     assert (bad.field_violations[0].field, info.reason) == (field, reason)
     assert router.seen == []
+
+
+async def test_a_call_of_a_tool_that_is_not_declared_any_more_may_be_told(
+    chat_stub: Any, router: InProcessRouter
+) -> None:
+    await collect(chat_stub.Chat(called("renamed.since")))
+    assert len(router.seen) == 1
 
 
 async def test_arguments_stay_as_the_model_wrote_them(

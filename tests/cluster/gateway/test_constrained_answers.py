@@ -369,7 +369,7 @@ async def test_a_strict_tool_s_unknown_keyword_is_refused(
             continue
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**asked)
-        assert caught.value.param == "tools[0]"
+        assert caught.value.param == "tools[0].function.parameters"
         assert "'tomato' at #/properties/a/items" in str(caught.value)
 
 

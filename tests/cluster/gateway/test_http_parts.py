@@ -15,6 +15,7 @@ USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 WEATHER = GET_WEATHER["function"]
 CLAUDE_TOOL = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
 RESPONSES_TOOL = {"type": "function", **WEATHER}
+WEATHER_CALL = {"name": "get_weather", "arguments": "{}"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -101,7 +102,11 @@ PASSED: dict[str, tuple[str, dict[str, Any]]] = {
     "anthropic's text": (MESSAGES, block(citations=None, **CACHE)),
     "anthropic's call": (MESSAGES, claude_call({"caller": {"type": "direct"}, **CACHE}, CACHE)),
     "a failed call": (MESSAGES, claude_call({}, {"is_error": True})),
-    "a budget": (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    "a budget": (
+        MESSAGES,
+        {"max_tokens": 1100, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+    ),
+    "nulls for nothing": (RESPONSES, {"input": "Hi", "text": {"format": None}}),
     "a cached system": (
         MESSAGES,
         {"system": [{"type": "text", "text": "Be terse.", **CACHE}]},
@@ -142,7 +147,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a role": (CHAT, {"messages": [{**USER, "role": "judge"}]}, "messages[0].role"),
     "a call's key": (
         CHAT,
-        answered(tool_calls=[{"id": "c", "type": "function", "function": {}, "tomato": 1}]),
+        answered(
+            tool_calls=[{"id": "c", "type": "function", "function": WEATHER_CALL, "tomato": 1}]
+        ),
         "messages[1].tool_calls[0].tomato",
     ),
     "a part's key": (CHAT, block(tomato=1), "messages[0].content[0].tomato"),

@@ -86,6 +86,16 @@ REFUSED = {
         "sampling.constraint.regex",
         "at most 1000",
     ),
+    "constraint to nothing": (
+        sampling(constraint=pb.OutputConstraint()),
+        "sampling.constraint",
+        "json_schema",
+    ),
+    "constraint that is none": (
+        sampling(constraint=pb.OutputConstraint(json_object=False)),
+        "sampling.constraint.json_object",
+        "leave `sampling.constraint` out",
+    ),
     "schema of no JSON": (
         sampling(constraint=pb.OutputConstraint(json_schema="{")),
         "sampling.constraint.json_schema",
@@ -362,6 +372,18 @@ async def test_two_inputs_cannot_be_told_apart_on_the_wire(
     assert error.code() is INVALID
     assert found["BadRequest"].field_violations[0].field == "input"
     assert "not both" in (error.details() or "")
+    assert router.seen == []
+
+
+async def test_two_constraints_cannot_be_told_apart_on_the_wire(
+    channel: grpc.aio.Channel, router: Any
+) -> None:
+    constraints = pb.OutputConstraint(json_schema="{}"), pb.OutputConstraint(regex="a+")
+    # Bytes of two messages behind one another are those of both merged.
+    asked = b"".join(sampling(constraint=one).SerializeToString() for one in constraints)
+    error, found = await refusal(raw_generate(channel, asked))
+    assert error.code() is INVALID
+    assert found["BadRequest"].field_violations[0].field == "sampling.constraint.kind"
     assert router.seen == []
 
 

@@ -180,6 +180,9 @@ async def test_a_closed_session_is_gone_at_once() -> None:
         assert (resource.resource_type, resource.resource_name) == ("session", "mine")
 
 
+ORPHAN = pb.Message(role=pb.ROLE_TOOL, tool_call_id="c", content="r")
+
+
 async def test_refusals() -> None:
     async with resumable_gateways(ANSWERS) as gateways:
         gateway = gateways.another()
@@ -200,6 +203,7 @@ async def test_refusals() -> None:
             (nameless, "options.session_id"),
             (turn(""), "turn.messages"),
             (turn("", pb.Message(content="?")), "turn.messages[0].role"),
+            (turn("", user("?"), ORPHAN), "turn.messages[1]"),
         ):
             with pytest.raises(RipresaError) as caught:
                 await gateway.ask(request)
@@ -208,6 +212,11 @@ async def test_refusals() -> None:
         with pytest.raises(RipresaError) as caught:
             await opened(gateway, wrong)
         assert caught.value.field == "preamble[0].role"
+        tool = pb.ToolDefinition(name="a b")
+        head = pb.ConversationConfig(tools=[tool])
+        with pytest.raises(RipresaError) as caught:
+            await opened(gateway, opening("other", config=head))
+        assert caught.value.field == "config.tools[0].name"
         endless = "a word " * 4000
         too_long = pb.Message(role=pb.ROLE_SYSTEM, content=endless)
         error = await refusal(opened(gateway, opening("other", preamble=[too_long])))
@@ -316,7 +325,14 @@ async def test_a_session_outlives_its_worker() -> None:
         assert after[: len(before)] == before
 
 
-async def test_a_store_that_is_out_of_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def end_place(messages: list[Response]) -> int:
+    """The sequence number of `finished`."""
+    return next(m.sequence for m in messages if m.HasField("finished"))
+
+
+async def test_an_answer_outlives_a_store_that_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with resumable_gateways(ANSWERS) as gateways:
         gateway = gateways.another()
         await opened(gateway)
@@ -325,13 +341,14 @@ async def test_a_store_that_is_out_of_reach_says_so(monkeypatch: pytest.MonkeyPa
             raise Unavailable("the session store is out of reach")
 
         monkeypatch.setattr(gateways.store, "append", away)
-        with pytest.raises(Unavailable):
-            await gateway.ask(turn("", user("Weather?"), seed=2))
+        told = await gateway.ask(turn("", user("Weather?"), seed=2))
+        assert told[-1].HasField("completed")
+        end = ended(told)
+        assert end.message.content == "It is cold."
+        assert (end.turn_id, end.turn_error) == ("", "SESSION_STORE_UNAVAILABLE")
         monkeypatch.undo()
-        # The stream is still kept: it goes on where it failed, and the turn is in the session.
-        ticket = gateways.asked[-1].stream
-        assert ticket is not None
-        assert ended(await gateway.resume(f"{ticket.stream_id}.d0", 1)).turn_id
+        # The stream is still kept: told again, it tells the store again.
+        assert ended(await gateway.resume(told[0].started.stream_id, end_place(told))).turn_id
 
 
 async def test_an_answer_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
