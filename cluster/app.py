@@ -8,6 +8,7 @@ Controller ◀── DecodeWorker ◀── EncoderWorker
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Generator
@@ -29,6 +30,7 @@ from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.deployment import AdminStart, Gateway, GatewayStart
+from ripresa.cluster.gateway.proxy_headers import PROXY_CALLBACK
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.validation import ConversationBounds
 from ripresa.cluster.progress import progress
@@ -39,7 +41,7 @@ from ripresa.workers.cache.kv_layout import REWIND_TOKENS
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_worker import DecodeWorker
 from ripresa.workers.encoder_worker import EncoderWorker
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
 from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -50,8 +52,6 @@ from ripresa.workers.worker_settings import WorkerSettings
 APP_NAME = "ripresa"
 GATEWAY, ENCODER, DECODER = "Gateway", "EncoderWorker", "DecodeWorker"
 
-WORKER_LEASE_S = 5.0
-"""A worker that does not report for this long is lost: ten heartbeats."""
 MAX_ONGOING_CALLS = 10_000
 """Admission is the gateway's and the engines' business, not Serve's."""
 
@@ -72,7 +72,7 @@ def build_app(config: ClusterConfig) -> Application:
     for keys in (config.gateway.api_keys_file, config.admin.api_keys_file):
         if keys is not None:
             KeyFile(Path(keys))  # It can be read, or nothing starts.
-    controller = _deploy(Controller, 1).bind(WORKER_LEASE_S)
+    controller = _deploy(Controller, 1).bind(config.worker_lease_s)
     link = directory_link(config, model.sliding_window)
     announcer = unheard if link is None else link.announcer
     decoders = _deploy(DecodeWorker, config.decoders.replicas, targeted=True).bind(
@@ -191,7 +191,7 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
     """Start Ray (or join `ray.address`), run the application, and stop what was started.
 
     Raises:
-        RipresaError: the model or a setting is wrong.
+        RipresaError: the model or a setting is wrong, or Ray does not start.
     """
     application = build_app(config)
     window = ModelConfig.from_file(config.model.config_file).sliding_window
@@ -199,14 +199,25 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
     ray_settings = config.ray
     # Ray tells at every start that its own ports ask for a token, which is as it should be.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    ray.init(
-        address=ray_settings.address or "local",
-        include_dashboard=None if ray_settings.address else ray_settings.dashboard,
-        log_to_driver=False,
-        configure_logging=True,
-        logging_level=logging.WARNING,
-        **_local_options(config),
-    )
+    if not ray_settings.address:
+        os.environ.update(PROXY_CALLBACK)  # for the processes that Ray starts
+    try:
+        ray.init(
+            address=ray_settings.address or "local",
+            include_dashboard=None if ray_settings.address else ray_settings.dashboard,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level=logging.WARNING,
+            **_local_options(config),
+        )
+    except Exception as error:  # Ray raises bare ones
+        what = (
+            f"{ray_settings.address} cannot be joined" if ray_settings.address else "did not start"
+        )
+        raise Unavailable(
+            f"Ray {what}: {error}; try again, or look into "
+            f"{ray_settings.temp_dir or '/tmp/ray'}/session_latest/logs"
+        ) from error
     # Serve's own progress in the starting process; warnings stay.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

@@ -18,10 +18,13 @@ TIMEOUT_S = 15.0
 @click.command()
 @click.argument("request_id")
 @click.option(
-    "--http-address", default="127.0.0.1:8000", show_default=True, help="A gateway's HTTP address."
+    "--address",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="Where the gateways serve HTTP.",
 )
 @with_api_key
-def explain(request_id: str, http_address: str, api_key: str) -> None:
+def explain(request_id: str, address: str, api_key: str) -> None:
     """Print how a request was placed: plan, reason, what lost, planned and real hit, recipe.
 
     Gateways remember their newest requests (`planner.log_plans`). The id is the one that the
@@ -34,7 +37,8 @@ def explain(request_id: str, http_address: str, api_key: str) -> None:
       ripresa explain first
     """
     quoted = urllib.parse.quote(request_id, safe="")
-    url = f"http://{http_address}/admin/plans/{quoted}"
+    base = address if "://" in address else f"http://{address}"
+    url = f"{base}/admin/plans/{quoted}"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     asked = urllib.request.Request(url, headers=headers)
     try:
@@ -44,7 +48,7 @@ def explain(request_id: str, http_address: str, api_key: str) -> None:
         raise _refusal(error, request_id) from error
     except OSError as error:
         raise Unavailable(
-            f"no gateway answers on http://{http_address} ({error}); name one with --http-address"
+            f"no gateway answers HTTP on {base} ({error}); name its HTTP port with --address"
         ) from error
     for line in document["lines"]:
         click.echo(line)

@@ -336,7 +336,12 @@ def _measure_bundled(
 
 
 @train.command("measure")
-@click.option("--address", default="http://127.0.0.1:8000", show_default=True, help="HTTP port.")
+@click.option(
+    "--address",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="Where the gateways serve HTTP.",
+)
 @_conversations
 @click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True)
 @with_api_key

@@ -142,7 +142,7 @@ class GatewaySettings:
         max_messages, max_tools: most of either in one conversation; rendering takes time for each.
         max_running: most answers under way at once in one gateway; one more is refused.
         max_queue_time_s: how long a request waits while every worker is full or none is ready,
-            unless it says so itself; 0 refuses it.
+            unless it says so itself; 0 refuses it. The default outlasts the restart of a worker.
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds. Then it cuts
@@ -160,7 +160,7 @@ class GatewaySettings:
     max_messages: int = setting(10_000, at_least=1)
     max_tools: int = setting(1_000, at_least=1)
     max_running: int = setting(1024, at_least=1)
-    max_queue_time_s: float = setting(10.0, at_least=0, at_most=3600)
+    max_queue_time_s: float = setting(60.0, at_least=0, at_most=3600)
     max_said_tokens: int = setting(4_000_000, at_least=0)
     drain_grace_s: float = setting(60.0, at_least=0)
     api_keys_file: str | None = None
@@ -301,6 +301,9 @@ class ClusterConfig:
         default_tail: tail variant of requests that name none.
         anchor_interval: tokens between two restarts of mode canonical; a multiple of the window.
         torch_threads: threads of torch in each worker process.
+        worker_lease_s: a worker that does not report for so many seconds is lost, and its streams
+            go on elsewhere; it reports twice a second. More than the default suits machines so
+            busy that a living worker may stop for longer.
         windows: which encoder windows every worker keeps for later hits.
         parked: how decode workers keep sessions between their turns.
         moves: how last copies of blocks go to other workers before they are evicted.
@@ -330,6 +333,7 @@ class ClusterConfig:
     default_tail: TailVariant = TailVariant.FLOORED
     anchor_interval: int = setting(DEFAULT_ANCHOR_INTERVAL, at_least=1)
     torch_threads: int = setting(1, at_least=1)
+    worker_lease_s: float = setting(5.0, at_least=2.0, at_most=600)
 
     def __post_init__(self) -> None:
         if not self.model.name.strip():

@@ -122,24 +122,22 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
                 yield batch
 
     async def let_go(self, reader: str, *, worker_id: str) -> None:
-        """See `KeptStreams.let_go`."""
-        require_target(self._worker_id, worker_id)
-        self._streams.let_go(reader)
+        """See `KeptStreams.let_go`; a worker that is gone has let go of everything."""
+        if worker_id == self._worker_id:
+            self._streams.let_go(reader)
 
     async def abort(self, request_id: str, *, worker_id: str) -> bool:
-        """End a request with CANCELLED; False if it does not run here."""
-        require_target(self._worker_id, worker_id)
-        return self._engine.abort(request_id)
+        """End a request with CANCELLED; False if it does not run here, or the worker is gone."""
+        return worker_id == self._worker_id and self._engine.abort(request_id)
 
     async def lease(self, request_id: str, tools: tuple[str, ...], *, worker_id: str) -> bool:
         """Keep what a finished turn left while its tools run; False if it is not known here."""
-        require_target(self._worker_id, worker_id)
-        return self._engine.lease(request_id, tools)
+        return worker_id == self._worker_id and self._engine.lease(request_id, tools)
 
     async def end_session(self, tenant_salt: bytes, session_id: str, *, worker_id: str) -> None:
-        """The session is closed: nothing of it needs to be kept."""
-        require_target(self._worker_id, worker_id)
-        self._engine.end_session(tenant_salt, session_id)
+        """The session is closed: nothing of it needs to be kept, nor is where a worker is gone."""
+        if worker_id == self._worker_id:
+            self._engine.end_session(tenant_salt, session_id)
 
     async def adopt(self, request: GenerationRequest, *, worker_id: str) -> bool:
         """See `EngineCore.adopt`."""

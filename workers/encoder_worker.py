@@ -100,9 +100,9 @@ class EncoderWorker(ServedWorker[EncoderEngine]):
             return error
 
     async def let_go(self, caller: str, *, worker_id: str) -> None:
-        """See `DetachedCalls.let_go`."""
-        require_target(self._worker_id, worker_id)
-        self._calls.let_go(caller)
+        """See `DetachedCalls.let_go`; a worker that is gone has let go of everything."""
+        if worker_id == self._worker_id:
+            self._calls.let_go(caller)
 
     async def __del__(self) -> None:
         await self._departure.close()

@@ -82,8 +82,8 @@ async def failures(what: str) -> AsyncGenerator[None]:
         # Nobody cancelled this side: the remote process ended the call with itself.
         raise Unreachable(f"{what} dropped the call") from None
     except Exception as error:
-        # Ray's own words are for whoever operates the cluster.
-        logger.warning("%s is out of reach: %s", what, error)
+        # Ray's own words are for whoever operates the cluster; below the first line they repeat it.
+        logger.warning("%s is out of reach: %s", what, str(error).partition("\n")[0])
         raise Unreachable(f"{what} is out of reach; try again") from error
 
 

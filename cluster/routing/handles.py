@@ -128,7 +128,7 @@ class RayWorkerCalls:
                 await apart(workers.let_go.remote, caller, **{TARGET: worker_id})
         except RipresaError as error:
             # Its work has ended with it.
-            logger.warning("a call was not let go: %s", error)
+            logger.debug("a call was not let go: %s", error)
 
     async def close(self) -> None:
         """Return once every goodbye has arrived."""

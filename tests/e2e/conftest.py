@@ -42,6 +42,7 @@ SPREAD = (
     "directory.claim_s=20",
     "directory.late_s=10",
     "directory.lease_s=30",
+    "worker_lease_s=30",
 )
 WITHOUT_ENCODERS = (
     DETERMINISTIC,

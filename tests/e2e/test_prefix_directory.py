@@ -194,7 +194,7 @@ def test_a_request_is_explained(spread: ServedCluster) -> None:
     for part in (answer.started.worker_id, "planned hit", "real hit", "instead", "recipe"):
         assert part in text
     missing = CliRunner().invoke(
-        cli, ["explain", "nobody", "--http-address", spread.cluster.http_address]
+        cli, ["explain", "nobody", "--address", spread.cluster.http_address]
     )
     assert missing.exit_code != 0
     assert "no plan of request nobody is remembered" in missing.output

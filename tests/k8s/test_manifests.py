@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from ripresa.cluster.config import load_config
+from ripresa.cluster.gateway.proxy_headers import PROXY_CALLBACK
 
 Document = dict[str, Any]
 MistakesOf = Callable[[Document], list[str]]
@@ -184,6 +185,12 @@ def test_image_is_of_this_version(repository: Path, service: Document) -> None:
     assert {container["image"] for container in containers(service)} == {
         f"ripresa:{project['version']}"
     }
+
+
+def test_every_proxy_refuses_what_it_cannot_read(service: Document) -> None:
+    for container in containers(service):
+        given = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert given == PROXY_CALLBACK
 
 
 def test_clients_reach_http_and_grpc(k8s: Path, service: Document) -> None:

@@ -31,6 +31,8 @@ from reference_engine import Question
 from ripresa.cluster.app import APP_NAME, DECODER, ENCODER, GATEWAY, LocalCluster, local_cluster
 from ripresa.cluster.cli import cli
 from ripresa.cluster.config import load_config
+from ripresa.cluster.directory.link import NAMESPACE
+from ripresa.cluster.sessions.store import ACTOR_NAME
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos.ripresa_pb2_grpc import InferenceStub
 from ripresa.workers.address import WorkerKind
@@ -207,7 +209,7 @@ class ServedCluster:
     def explained(self, request_id: str) -> list[str]:
         """What `ripresa explain` prints."""
         result = CliRunner().invoke(
-            cli, ["explain", request_id, "--http-address", self.cluster.http_address]
+            cli, ["explain", request_id, "--address", self.cluster.http_address]
         )
         assert result.exit_code == 0, result.output
         return result.output.splitlines()
@@ -299,7 +301,7 @@ class ServedCluster:
     def kill_gateway_of(self, stream: Stream) -> None:
         """End gateways as a crash would, one after the other, until it was the stream's own."""
         for name in self._replicas(GATEWAY):
-            _kill_replica(name)
+            _kill_actor(ray.get_actor(name, namespace="serve"))
             # More than can be on its way from a gateway that is dead.
             stream.read(60)
             if stream.answer.code is grpc.StatusCode.UNAVAILABLE:
@@ -309,7 +311,11 @@ class ServedCluster:
     def kill_replicas(self, deployment: str, at_most: int | None = None) -> None:
         """End processes of a deployment as a crash would; Serve starts new ones."""
         for name in self._replicas(deployment)[:at_most]:
-            _kill_replica(name)
+            _kill_actor(ray.get_actor(name, namespace="serve"))
+
+    def kill_session_store(self) -> None:
+        """End its process as a crash would; Ray starts an empty successor."""
+        _kill_actor(ray.get_actor(ACTOR_NAME, namespace=NAMESPACE))
 
     def _replicas(self, deployment: str) -> list[str]:
         prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#"
@@ -319,8 +325,7 @@ class ServedCluster:
         return replicas
 
 
-def _kill_replica(name: str) -> None:
-    actor = ray.get_actor(name, namespace="serve")
+def _kill_actor(actor: Any) -> None:
     _kill_process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
