@@ -9,11 +9,11 @@ from fastapi import Depends, Request
 
 from ripresa.cluster.gateway.api_keys import api_key
 from ripresa.cluster.gateway.call import Call
+from ripresa.cluster.gateway.http_failure import REQUEST_ID
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.status import RequestError
 from ripresa.workers.errors import ErrorCode
 
-REQUEST_ID = "x-request-id"
 CONTENT_ENCODING = "content-encoding"
 
 

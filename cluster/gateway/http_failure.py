@@ -11,6 +11,8 @@ from starlette.types import Scope
 from ripresa.cluster.gateway.status import anthropic_error, http_error
 from ripresa.workers.errors import RipresaError
 
+REQUEST_ID = "x-request-id"
+
 
 def failure(
     scope: Scope, error: RipresaError, request_id: str, status: int | None = None

@@ -13,11 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from ripresa.cluster.gateway.http_body import REQUEST_ID, authenticated, call_of
+from ripresa.cluster.gateway.http_body import authenticated, call_of
 from ripresa.cluster.gateway.http_chat import chat_routes
 from ripresa.cluster.gateway.http_completions import completion_routes
 from ripresa.cluster.gateway.http_document import errors
-from ripresa.cluster.gateway.http_failure import failure
+from ripresa.cluster.gateway.http_failure import REQUEST_ID, failure
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.validation import check_request_id, scoped_id

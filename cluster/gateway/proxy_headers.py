@@ -10,8 +10,7 @@ import uuid
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ripresa.cluster.gateway.http_body import REQUEST_ID
-from ripresa.cluster.gateway.http_failure import failure
+from ripresa.cluster.gateway.http_failure import REQUEST_ID, failure
 from ripresa.workers.errors import InvalidArgument
 
 PROXY_CALLBACK = {
