@@ -8,8 +8,10 @@ they only repeat what was said before: most of what a ledger's tool says of a na
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from ripresa.cluster.gateway.chat_encoding import (
@@ -138,6 +140,24 @@ class Renderer:
     def num_tokens(self, messages: Sequence[Message], declares_tools: bool = False) -> int:
         """Tokens of a prompt that ends with these messages, without the answer's header."""
         return len(self._encoding.encode(self._segments(messages, declares_tools)))
+
+    def locate(self, messages: Sequence[Message], text: str) -> tuple[int, int]:
+        """Tokens [start, stop) of such a prompt in which a text first stands.
+
+        Raises:
+            ValueError: it stands nowhere.
+        """
+        place = 0
+        for segment in self._segments(messages, declares_tools=False):
+            ids = self._encoding.encode([segment])
+            above, found, _ = segment.text.partition(text)
+            if found:
+                sizes = (len(self._tokenizer.token_bytes([token])) for token in ids)
+                stops = list(accumulate(sizes))
+                first, last = len(above.encode()), len((above + text).encode())
+                return place + bisect_right(stops, first), place + bisect_left(stops, last) + 1
+            place += len(ids)
+        raise ValueError(f"no message holds {text!r}")
 
     def _segments(self, messages: Sequence[Message], declares_tools: bool) -> Sequence[Segment]:
         body = {"messages": list(messages), "thinking": {"type": "disabled"}}

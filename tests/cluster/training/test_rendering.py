@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import lzma
+from bisect import bisect_left, bisect_right
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
+from ripresa.cluster.gateway.chat_encoding import END_OF_SENTENCE
+from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.conversation import Conversation, Task
@@ -40,7 +43,7 @@ def evaluation() -> list[Conversation]:
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_committed_evaluation_set_is_what_is_drawn(renderer: Renderer, every: int) -> None:
     indices = range(0, NUM_CONVERSATIONS, every)
-    drawn = to_lines(draw_evaluation(renderer.num_tokens, indices))
+    drawn = to_lines(draw_evaluation(renderer, indices))
     committed = lzma.decompress(FILE.read_bytes()).decode().splitlines(keepends=True)
     assert drawn == "".join(committed[::every])
 
@@ -55,23 +58,35 @@ def test_every_task_and_placement_is_measured(evaluation: list[Conversation]) ->
     assert any(c.declares_tools for c in evaluation)
 
 
-def test_straddles_lie_where_they_say(renderer: Renderer, evaluation: list[Conversation]) -> None:
-    for conversation in [c for c in evaluation if c.placement][::5]:
-        assert conversation.boundary is not None
+def test_straddles_ask_for_what_is_stated_once_and_where_they_say(
+    renderer: Renderer, evaluation: list[Conversation]
+) -> None:
+    tokenizer = Tokenizer(TOKENIZER)
+    for conversation in (c for c in evaluation if c.placement):
+        boundary = conversation.boundary
+        assert boundary is not None
+        answers = renderer.answers(conversation)
+        pieces = [tokenizer.token_bytes([token]) for token in answers.token_ids]
+        fact = conversation.messages[-1]["content"].encode()
+        before, _, behind = b"".join(pieces).partition(fact)
+        # Said once, and then by the answer alone.
+        assert behind.count(fact.partition(b" is ")[0] + b" is ") == 1
+        assert behind.endswith(fact + END_OF_SENTENCE.encode())
+        stops = list(accumulate(map(len, pieces)))
+        start = bisect_right(stops, len(before))
+        end = bisect_left(stops, len(before + fact)) + 1
+        assert {
+            Placement.BEFORE: end <= boundary - WINDOW,
+            Placement.WITHIN: boundary - WINDOW <= start and end <= boundary,
+            Placement.ACROSS: start < boundary < end,
+            Placement.AFTER: start >= boundary,
+        }[Placement(conversation.placement)], (start, end, boundary, conversation.placement)
+        # The question comes behind the boundary.
+        assert renderer.num_tokens(conversation.messages[:-2]) > boundary
         evidence = conversation.expected[-1].evidence
         assert evidence is not None
-        whole = conversation.messages[: evidence + 1]
-        empty = (*whole[:-1], {**whole[-1], "content": ""})
-        start = renderer.num_tokens(empty) - conversation.boundary
-        end = renderer.num_tokens(whole) - conversation.boundary
-        assert {
-            Placement.BEFORE: end <= -WINDOW,
-            Placement.WITHIN: start >= -WINDOW and end <= 0,
-            Placement.ACROSS: start < 0 < end,
-            Placement.AFTER: start >= 0,
-        }[Placement(conversation.placement)]
-        # The question comes behind the boundary.
-        assert renderer.num_tokens(conversation.messages[:-2]) > conversation.boundary
+        assert fact.decode() in conversation.messages[evidence]["content"].splitlines()
+        assert conversation.messages[evidence]["role"] == "tool"
 
 
 @given(st.integers(0, 2**40), st.booleans())
@@ -84,11 +99,7 @@ def test_what_the_assistant_says_counts_and_what_is_coined_elsewhere_does_not(
     )
     sample = renderer.conversation(conversation, 0.25)
     assert len(sample.token_ids) == len(sample.weights)
-    decoder = Tokenizer.from_file(str(TOKENIZER))
-
-    def text(ids: list[int]) -> str:
-        decoded: str = decoder.decode(ids, skip_special_tokens=False)
-        return decoded
+    text = Tokenizer(TOKENIZER).decode
 
     pairs = list(zip(sample.token_ids, sample.weights, strict=True))
     learnt = text([token for token, weight in pairs if weight == 1.0])

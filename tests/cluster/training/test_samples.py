@@ -89,6 +89,7 @@ def test_a_message_is_exact_if_every_token_is_right() -> None:
 def test_spans_and_distances_are_those_of_the_text() -> None:
     renderer = Renderer(TOKENIZER)
     decoder = Tokenizer.from_file(str(TOKENIZER))
+    roles = set()
     for conversation in load_evaluation()[90:130:4]:
         answers = renderer.answers(conversation)
         for span, expected in zip(answers.spans, conversation.expected, strict=True):
@@ -99,10 +100,14 @@ def test_spans_and_distances_are_those_of_the_text() -> None:
             assert (span.distance is None) == (expected.evidence is None)
             if span.distance is not None and expected.evidence is not None:
                 read = ids[: span.start - span.distance]
-                evidence = conversation.messages[expected.evidence]["content"]
+                evidence = conversation.messages[expected.evidence]
+                end = {"tool": "</tool_result>", "assistant": "<｜end▁of▁sentence｜>"}
                 assert decoder.decode(read, skip_special_tokens=False).endswith(
-                    f"{evidence}</tool_result>"
+                    f"{evidence['content']}{end[evidence['role']]}"
                 )
+                roles.add((expected.task, evidence["role"]))
+    # What the assistant said itself is as good a place to read from.
+    assert {(Task.FAR, "tool"), (Task.FAR, "assistant")} <= roles
 
 
 def test_the_table_counts_every_task_and_distance() -> None:

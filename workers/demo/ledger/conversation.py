@@ -24,7 +24,11 @@ MAX_CALLS = 4
 
 
 class Task(StrEnum):
-    """What an assistant's message takes."""
+    """What an assistant's message takes.
+
+    CONFIRM: to say again what a tool did, in its words or in constant ones; OPEN: a call that has
+    one small number to copy. Neither says whether a model reads values or builds calls.
+    """
 
     CALL = "T1 call"
     NEAR = "T2 read near"
@@ -36,6 +40,8 @@ class Task(StrEnum):
     ABSENT = "T8 absent"
     CALC = "T9 calc"
     STRADDLE = "T10 straddle"
+    CONFIRM = "T11 confirm"
+    OPEN = "T12 open page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class Conversation:
         expected: every message of the assistant, in order.
         declares_tools: whether the request lists the tools.
         boundary, placement: of a straddle, the tokens that an engine is to have cached, and where
-            the evidence lies to that.
+            the asked fact lies to that.
     """
 
     messages: tuple[Message, ...]
@@ -127,13 +133,13 @@ class Writer:
         self.messages.append(message)
 
     def _evidence(self, reads: Sequence[str]) -> int | None:
-        """The oldest of the latest messages that state each fact."""
+        """The oldest of the latest messages, anybody's, that state each fact."""
         found = []
         for fact in reads:
             stated = [
                 index
                 for index, message in enumerate(self.messages)
-                if fact in (message["content"] or "") and message["role"] in ("tool", "system")
+                if fact in (message["content"] or "")
             ]
             found += stated[-1:]
         return min(found, default=None)

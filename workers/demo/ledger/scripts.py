@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 from ripresa.workers.demo.ledger.conversation import (
     Call,
@@ -225,8 +226,8 @@ class _Author:
             return self._recall()
         text = self._world.pages[page - 1]
         self._notes += [n for n in self._world.notes if _stem(n, Field.NOTE) in text]
-        call = Call("read", {"page": page}, Task.CALL)
-        return Turn(f"Read page {page}", (call,), f"page {page} is read", Task.NEAR)
+        call = Call("read", {"page": page}, Task.OPEN)
+        return Turn(f"Read page {page}", (call,), f"page {page} is read", Task.CONFIRM)
 
     def two_hops(self) -> Turn:
         if not self._unread:
@@ -256,7 +257,7 @@ class _Author:
             f'Set the code of "{name}" to {code}',
             (call,),
             sentence(name, Field.CODE, code),
-            Task.NEAR,
+            Task.CONFIRM,
             (_stem(name, Field.CODE),),
         )
 
@@ -280,11 +281,11 @@ class _Author:
             tuple(_stem(n, Field.CODE) for n in (first, second)),
         )
         user = f'Add the codes of "{first}" and "{second}"'
-        return Turn(user, (call,), f"{left}+{right}={left + right}", Task.NEAR)
+        return Turn(user, (call,), f"{left}+{right}={left + right}", Task.CONFIRM)
 
 
 class Placement(StrEnum):
-    """Where the evidence of a straddle lies to a cache boundary b of a window of W tokens."""
+    """Where a straddle's fact lies to a cache boundary b of a window of W tokens."""
 
     BEFORE = "before b-W"
     WITHIN = "in [b-W, b)"
@@ -292,42 +293,51 @@ class Placement(StrEnum):
     AFTER = "after b"
 
 
+class Ruler(Protocol):
+    """Measures conversations in tokens."""
+
+    def num_tokens(self, messages: Sequence[Message]) -> int:
+        """Of a prompt that ends with these messages, without an answer's header."""
+
+    def locate(self, messages: Sequence[Message], text: str) -> tuple[int, int]:
+        """Tokens [start, stop) of such a prompt in which a text first stands."""
+
+
 def draw_straddle(
     draws: Draws,
     paragraphs: Sequence[str],
     placement: Placement,
-    num_tokens: Callable[[Sequence[Message]], int],
+    ruler: Ruler,
 ) -> Conversation:
-    """One question whose evidence lies at a chosen place to a boundary.
+    """One question about a fact that is stated once, at a chosen place to a boundary.
 
-    Args:
-        num_tokens: length of a prompt that ends with these messages, without an answer's header.
+    The fact is a line of a tool's result. What the assistant says about that result is another
+    fact, so that nothing behind the line repeats it.
 
     Raises:
-        ValueError: `paragraphs` are too short to move the evidence there.
+        ValueError: `paragraphs` cannot move the line there.
     """
     boundary = _WINDOW * draws.between(4, 8)
     first = draws.below(len(paragraphs))
     words = " ".join([*paragraphs[first:], *paragraphs[:first]]).split()[: 2 * boundary]
     world = draw_world(draws, 3)
-    name, asked = draws.pick(list(world.records)), draws.pick(RECORDED)
+    name = draws.pick(list(world.records))
+    asked, told = draws.sample(RECORDED, 2)
+    fact = world.fact(name, asked)
     read = Turn(
-        f'Look up the {asked} of "{name}"',
+        f'Look up the {told} of "{name}"',
         (Call("get", {"key": name}, Task.CALL),),
-        world.fact(name, asked),
+        world.fact(name, told),
         Task.NEAR,
-        (_stem(name, asked),),
+        (_stem(name, told),),
     )
 
     def begin(num_words: int) -> tuple[Writer, int, int]:
-        """The conversation as far as the evidence, and where the evidence lies in tokens."""
+        """The conversation as far as the result, and the tokens of the fact's line in it."""
         writer = Writer(ToolServer(world))
         writer.system(" ".join(words[:num_words]))
         writer.turn(read)
-        result = next(i for i, m in enumerate(writer.messages) if m["role"] == "tool")
-        before, evidence = writer.messages[:result], writer.messages[result]
-        empty = {**evidence, "content": ""}
-        return writer, num_tokens([*before, empty]), num_tokens([*before, evidence])
+        return writer, *ruler.locate(writer.messages, fact)
 
     _, start, end = begin(1)
     length = end - start
@@ -340,12 +350,12 @@ def draw_straddle(
     num_words = bisect_left(range(1, len(words)), wanted, key=lambda count: begin(count)[1]) + 1
     writer, start, end = begin(num_words)
     if not _lies(placement, start, end, boundary):
-        raise ValueError(f"{len(words)} words of filler cannot place the evidence {placement}")
-    while num_tokens(writer.messages) < boundary + 16:
+        raise ValueError(f"{len(words)} words of filler cannot place the fact {placement}")
+    while ruler.num_tokens(writer.messages) < boundary + 16:
         names = " ".join(f'"{draws.name()}"' for _ in range(4))
         writer.turn(Turn(f"Repeat {names}", (), names, Task.REPEAT))
     question = f'Recall the {asked} of "{name}"'
-    writer.turn(Turn(question, (), read.answer, Task.STRADDLE, read.reads))
+    writer.turn(Turn(question, (), fact, Task.STRADDLE, (_stem(name, asked),)))
     return replace(writer.conversation(), boundary=boundary, placement=placement.value)
 
 

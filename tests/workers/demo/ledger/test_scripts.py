@@ -61,7 +61,7 @@ def test_evidence_says_what_the_message_must_say(split: Split, index: int) -> No
             assert message["content"] in evidence.splitlines()
             stem = message["content"].partition(" is ")[0]
             for later in conversation.messages[expected.evidence + 1 : expected.message]:
-                assert later["role"] != "tool" or stem not in later["content"]
+                assert f"{stem} is" not in later["content"]
         if expected.task is Task.ABSENT:
             name = message["content"].split('"')[1]
             earlier = conversation.messages[: expected.message]
@@ -95,6 +95,18 @@ def called(name: str = "get", text: str = '{"key": "nubok"}') -> Message:
         (called(text='{"key": "nubod"}'), Verdict.WRONG_ARGUMENTS),
         (called(text='{"key": "nubok", "page": 1}'), Verdict.WRONG_ARGUMENTS),
         (called(text='["nubok"]'), Verdict.BROKEN_ARGUMENTS),
+        (called(text='{"key": "nubod", "key": "nubok"}'), Verdict.BROKEN_ARGUMENTS),
+        ({"tool_calls": [{"function": {"name": "get"}}]}, Verdict.BROKEN_ARGUMENTS),
+        (
+            {"tool_calls": [{"function": {"name": "get", "arguments": {"key": "nubok"}}}]},
+            Verdict.BROKEN_ARGUMENTS,
+        ),
+        ({"tool_calls": [None]}, Verdict.WRONG_TOOL),
+        ({"tool_calls": [{"function": None}]}, Verdict.WRONG_TOOL),
+        ({"tool_calls": 3}, Verdict.WRONG_TOOL),
+        (called() | {"content": "I call it"}, Verdict.EXTRA_TEXT),
+        (called() | {"content": None}, Verdict.RIGHT),
+        (called() | {"content": "\n\n"}, Verdict.RIGHT),
         (called(text='{"key": "nub'), Verdict.BROKEN_ARGUMENTS),
         (called(name="read"), Verdict.WRONG_TOOL),
         ({"role": "assistant", "content": "nubok"}, Verdict.NO_CALL),
@@ -111,6 +123,8 @@ def test_verdicts_on_texts_and_numbers() -> None:
     assert compare(reference, {**reference, "content": 'code of "nubok" is 413'}) is (
         Verdict.WRONG_TEXT
     )
+    for content in (None, [{"type": "text", "text": reference["content"]}], 3):
+        assert compare(reference, {**reference, "content": content}) is Verdict.WRONG_TEXT
     assert compare(reference, called()) is Verdict.UNWANTED_CALL
     one = called("read", '{"page": 1}')
     assert compare(one, called("read", '{"page": true}')) is Verdict.WRONG_ARGUMENTS
@@ -162,7 +176,18 @@ def test_the_same_index_gives_the_same_conversation_and_another_gives_another() 
     assert len({text(index) for index in range(20)}) == 20
 
 
+class Characters:
+    """Measures as if each character were a token."""
+
+    def num_tokens(self, messages: Sequence[Message]) -> int:
+        return len("".join(m["content"] for m in messages))
+
+    def locate(self, messages: Sequence[Message], text: str) -> tuple[int, int]:
+        start = "".join(m["content"] for m in messages).index(text)
+        return start, start + len(text)
+
+
 @pytest.mark.parametrize("placement", [Placement.WITHIN, Placement.ACROSS, Placement.AFTER])
 def test_a_straddle_without_room_is_refused(placement: Placement) -> None:
     with pytest.raises(ValueError, match="words of filler"):
-        draw_straddle(Draws(Split.TRAINING, 0), ["a b c d"], placement, len)
+        draw_straddle(Draws(Split.TRAINING, 0), ["a b c d"], placement, Characters())
