@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
+
+from ripresa.workers.demo.ledger.tool_server import read_arguments
 
 DISTANCES = (0, 128, 256, 512, 1024, 2048)
 """Where buckets of distances begin, in tokens."""
@@ -22,11 +24,17 @@ class Verdict(StrEnum):
     WRONG_TOOL = "wrong tool"
     WRONG_ARGUMENTS = "wrong arguments"
     BROKEN_ARGUMENTS = "broken arguments"
+    EXTRA_TEXT = "wrong text beside a call"
 
     @property
     def is_valid_call(self) -> bool:
         """A call that a tool server can read was made where one was due."""
-        return self in (Verdict.RIGHT, Verdict.WRONG_TOOL, Verdict.WRONG_ARGUMENTS)
+        return self in (
+            Verdict.RIGHT,
+            Verdict.WRONG_TOOL,
+            Verdict.WRONG_ARGUMENTS,
+            Verdict.EXTRA_TEXT,
+        )
 
 
 def compare(reference: Mapping[str, Any], answer: Mapping[str, Any]) -> Verdict:
@@ -34,28 +42,42 @@ def compare(reference: Mapping[str, Any], answer: Mapping[str, Any]) -> Verdict:
 
     Space around the text does not count; a call's arguments are compared as JSON values, and
     its id is not.
+
+    Args:
+        answer: anybody's; what is malformed in it is wrong.
     """
     due, made = reference.get("tool_calls") or [], answer.get("tool_calls") or []
+    same_text = _text(answer) == _text(reference)
     if not due:
         if made:
             return Verdict.UNWANTED_CALL
-        same = (answer.get("content") or "").strip() == (reference.get("content") or "").strip()
-        return Verdict.RIGHT if same else Verdict.WRONG_TEXT
+        return Verdict.RIGHT if same_text else Verdict.WRONG_TEXT
     if not made:
         return Verdict.NO_CALL
-    if [c["function"]["name"] for c in due] != [c["function"]["name"] for c in made]:
+    expected = [_function(call) for call in due]
+    given = [_function(call) for call in made] if isinstance(made, Sequence) else []
+    if [f.get("name") for f in expected] != [f.get("name") for f in given]:
         return Verdict.WRONG_TOOL
-    for expected, given in zip(due, made, strict=True):
+    for wanted, found in zip(expected, given, strict=True):
         try:
-            arguments = json.loads(given["function"]["arguments"])
-        except (ValueError, RecursionError):
-            return Verdict.BROKEN_ARGUMENTS
-        if not isinstance(arguments, dict):
+            arguments = read_arguments(found.get("arguments"))
+        except ValueError:
             return Verdict.BROKEN_ARGUMENTS
         # 1 == True == 1.0 in Python, but not in JSON.
-        if _canonical(arguments) != _canonical(json.loads(expected["function"]["arguments"])):
+        if _canonical(arguments) != _canonical(read_arguments(wanted["arguments"])):
             return Verdict.WRONG_ARGUMENTS
-    return Verdict.RIGHT
+    return Verdict.RIGHT if same_text else Verdict.EXTRA_TEXT
+
+
+def _text(message: Mapping[str, Any]) -> object:
+    content = message.get("content") or ""
+    return content.strip() if isinstance(content, str) else content
+
+
+def _function(call: object) -> Mapping[str, Any]:
+    """What a call calls; nothing of what is no call."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def _canonical(arguments: object) -> str:

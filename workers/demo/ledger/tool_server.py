@@ -14,7 +14,7 @@ from ripresa.workers.demo.ledger.world import RECORDED, Field, World
 
 Json = dict[str, Any]
 
-_SUM = re.compile(r"(\d{1,6})([+-])(\d{1,6})")
+_SUM = re.compile(r"([0-9]{1,6})([+-])([0-9]{1,6})")
 _COINED = re.compile(r"[a-z]{1,32}")
 
 
@@ -57,11 +57,9 @@ class ToolServer:
         if tool not in self._tools:
             return f"error: no tool {tool!r}; the tools are {', '.join(self._tools)}"
         try:
-            given = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return "error: the arguments are no JSON"
-        if not isinstance(given, dict):
-            return "error: the arguments are no JSON object"
+            given = read_arguments(arguments)
+        except ValueError as error:
+            return f"error: {error}"
         wrong = _wrong_arguments(tool, given)
         return f"error: {wrong}" if wrong else self._tools[tool](**given)
 
@@ -96,6 +94,36 @@ class ToolServer:
     def _unknown(self, key: str) -> str:
         shown = f'"{key}"' if _COINED.fullmatch(key) else "such key"
         return f"error: no {shown} in the ledger"
+
+
+def read_arguments(arguments: object) -> Json:
+    """A call's arguments.
+
+    Raises:
+        ValueError: they are no JSON object, or name something twice.
+    """
+    if not isinstance(arguments, str):
+        raise ValueError("the arguments are no JSON")
+    try:
+        given = json.loads(arguments, object_pairs_hook=_each_once)
+    except _NamedTwice:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the arguments are no JSON") from error
+    if not isinstance(given, dict):
+        raise ValueError("the arguments are no JSON object")
+    return given
+
+
+class _NamedTwice(ValueError):
+    """A JSON object has two values of one name, of which readers take different ones."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> Json:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _NamedTwice("the arguments name something twice")
+    return found
 
 
 def _wrong_arguments(tool: str, given: Mapping[str, object]) -> str | None:

@@ -45,6 +45,8 @@ def small_server() -> ToolServer:
         ("set", {"key": "nubok", "field": "owner", "value": 500},
          "error: only the field code can be set"),
         ("set", {"key": "nubok", "field": "code", "value": 5}, "error: a code has three digits"),
+        ("calc", {"expression": "١٢+٣"},
+         "error: write two whole numbers with + or - between them, as 12+30"),
         ("calc", {"expression": "__import__('os')"},
          "error: write two whole numbers with + or - between them, as 12+30"),
         ("grep", {}, "error: no tool 'grep'; the tools are get, set, read, calc"),
@@ -75,6 +77,11 @@ names = st.sampled_from(["key", "field", "value", "page", "expression"])
 )
 def test_no_call_brings_the_server_down(tool: str, arguments: str) -> None:
     assert small_server().call(tool, arguments)
+
+
+def test_arguments_that_name_something_twice_are_refused(server: ToolServer) -> None:
+    twice = '{"key": "zuvit", "key": "nubok"}'
+    assert server.call("get", twice) == "error: the arguments name something twice"
 
 
 @pytest.mark.parametrize("arguments", ["", "nubok", "[1]", "3", "[" * 100_000])
