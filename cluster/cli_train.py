@@ -234,8 +234,11 @@ def train_cells(
       ripresa train cells /tmp/tiny /tmp/tiny-replay
       ripresa train cells /tmp/tiny /tmp/seed-1 /tmp/seed-2 /tmp/seed-3 --json cells.json
     """
-    from ripresa.cluster.training.cells import cell_table, write_cells
+    with progress("loading"):
+        from ripresa.cluster.training.cells import cell_table, write_cells
+        from ripresa.cluster.training.finished import check_same_size
 
+        check_same_size((before, *after))
     found = {str(f): _cells_of(f, conversations, processes) for f in (before, *after)}
     for line in cell_table(found[str(before)], [found[str(folder)] for folder in after]):
         click.echo(line)

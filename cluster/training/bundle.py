@@ -9,8 +9,10 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN
+from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN, read_options
+from ripresa.cluster.training.step_log import entries
 from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.training.sizes import Size, config_of
@@ -26,6 +28,8 @@ def bundle_training(
 ) -> Path:
     """Copy checkpoint, logs and options; figures of other weights are removed.
 
+    Everything is read before anything is changed.
+
     Args:
         folder: of a training.
         commits: of the code of each training that led to the weights, the first one first.
@@ -35,15 +39,15 @@ def bundle_training(
         The bundled model's folder.
 
     Raises:
-        ConfigError: the training has not ended, is of another geometry or tokenizer, or led on from
-            more or fewer others than there are commits.
+        ConfigError: the training has not ended, is of another geometry or tokenizer, led on from
+            more or fewer others than there are commits, or lacks a log.
     """
     checkpoint = folder / CHECKPOINT
     if not (checkpoint / WEIGHTS).exists():
         raise ConfigError(
             "FOLDER", f"{folder} holds no finished training; give `ripresa train demo` its time"
         )
-    size = Size(json.loads((folder / PLAN).read_text())["size"])
+    size = Size(read_options(folder)["size"])
     expected = {"config.json": config_of(size), "tokenizer.json": json.loads(TOKENIZER.read_text())}
     for name, document in expected.items():
         if json.loads((checkpoint / name).read_text()) != document:
@@ -57,6 +61,12 @@ def bundle_training(
             f"{len(folders)} trainings led to {folder}: {', '.join(map(str, folders))}; give a "
             f"commit for each of them, in this order, and not {len(commits)}",
         )
+    trainings = [_options(f) | {"commit": c} for f, c in zip(folders, commits, strict=True)]
+    log = "".join(
+        json.dumps({"training": number} | entry) + "\n"
+        for number, each in enumerate(folders)
+        for entry in _log(each)
+    )
     target = target or size.bundled
     target.mkdir(exist_ok=True)
     (target / FIGURES).unlink(missing_ok=True)
@@ -64,28 +74,39 @@ def bundle_training(
         temporary = target / f".{name}"
         shutil.copyfile(checkpoint / name, temporary)
         temporary.replace(target / name)
-    trainings = [_options(f) | {"commit": c} for f, c in zip(folders, commits, strict=True)]
     (target / PLAN).write_text(json.dumps(trainings, indent=2) + "\n")
-    lines = (
-        json.dumps({"training": number} | json.loads(line)) + "\n"
-        for number, each in enumerate(folders)
-        for line in (each / LOG).read_text().splitlines()
-    )
-    (target / KEPT_LOG).write_bytes(lzma.compress("".join(lines).encode()))
+    (target / KEPT_LOG).write_bytes(lzma.compress(log.encode()))
     CheckpointFiles(target).check(echo, record=True)
     return target
 
 
 def _trainings(folder: Path) -> list[Path]:
     """A training's folder behind those of the trainings that it went on from."""
-    source = json.loads((folder / PLAN).read_text()).get("source")
+    source = read_options(folder).get("source")
     if source is None or not (Path(source) / PLAN).exists():
         return [folder]
     return [*_trainings(Path(source)), folder]
 
 
+def _log(folder: Path) -> list[dict[str, Any]]:
+    """Every step and table of a training.
+
+    Raises:
+        ConfigError: there is no step.
+    """
+    try:
+        found = entries((folder / LOG).read_text().splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "FOLDER", f"{folder / LOG} cannot be read: {error}; put a copy of it there"
+        ) from error
+    if not any("step" in entry for entry in found):
+        raise ConfigError("FOLDER", f"{folder / LOG} tells of no step; put a whole copy there")
+    return found
+
+
 def _options(folder: Path) -> dict[str, object]:
-    options: dict[str, object] = json.loads((folder / PLAN).read_text())
+    options: dict[str, object] = read_options(folder)
     if "source" in options:  # its name alone means something elsewhere
         options["source"] = Path(str(options["source"])).name
     return options | {"machine": machine()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 
 from ripresa.cluster.training.run import CHECKPOINT, STATE
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.demo.training.trainer import UNREADABLE
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -41,7 +41,7 @@ def finished_parameters(folder: Path, config: ModelConfig) -> Tensors:
         return parameters
     try:
         content: dict[str, Any] = torch.load(state, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise ConfigError(
             "--from", f"{state} cannot be read: {error}; name the training's checkpoint"
         ) from error
@@ -66,12 +66,30 @@ def read_parameters(folder: Path) -> tuple[ModelConfig, Tensors]:
     Raises:
         ConfigError, CheckpointError: naming what is missing or wrong.
     """
-    if (folder / CHECKPOINT).is_dir():
-        folder /= CHECKPOINT
+    folder = _checkpoint_in(folder)
     config = ModelConfig.from_file(folder / "config.json")
     with Checkpoint(folder) as checkpoint:
         shapes = tensor_shapes(config)
         return config, {name: checkpoint.read(name, shape) for name, shape in shapes.items()}
+
+
+def check_same_size(folders: Sequence[Path]) -> None:
+    """See that some models, each a training's folder or a checkpoint, can be compared.
+
+    Raises:
+        ConfigError: one has another geometry than the first, or none.
+    """
+    first, *others = folders
+    config = ModelConfig.from_file(_checkpoint_in(first) / "config.json")
+    for folder in others:
+        if ModelConfig.from_file(_checkpoint_in(folder) / "config.json") != config:
+            raise ConfigError(
+                "AFTER", f"{folder} holds a model of another size than {first}; compare equal ones"
+            )
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    return folder / CHECKPOINT if (folder / CHECKPOINT).is_dir() else folder
 
 
 def trainable(config: ModelConfig, parameters: Mapping[str, torch.Tensor]) -> TrainableModel:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,14 @@ from ripresa.cluster.training.measure import measure
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.cluster.training.samples import LedgerBatches
 from ripresa.cluster.training.scores import table
+from ripresa.cluster.training.step_log import StepLog
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
 from ripresa.workers.demo.training.export import export
 from ripresa.workers.demo.training.fine_tuning import FineTuning
 from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Plan
 from ripresa.workers.demo.training.sizes import Size, config_of
-from ripresa.workers.demo.training.trainer import Batches, Progress, Trainer, train
+from ripresa.workers.demo.training.trainer import Batches, Progress, Trainer, train, unwritten
 from ripresa.workers.errors import ConfigError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids
@@ -41,6 +43,7 @@ NUM_MEASURED = 24
 """Conversations that are measured on the way."""
 _TIMED_STEPS = 4
 PEER_TIMEOUT = timedelta(minutes=30)
+_MEND = f"where there is no {STATE} beside it, remove it, else restore it; or name another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +86,18 @@ def open_training(folder: Path, asked: Training, minutes: float | None) -> Train
 
     Args:
         asked: its tokens count only where `minutes` is None.
-        minutes: read as many tokens as this machine now reads in this time.
+        minutes: read as many tokens as this machine now reads in this time, or as many as were
+            found when the training was begun.
 
     Raises:
-        ConfigError: the folder's training is of another size, seed or number of processes.
+        ConfigError: the folder's training is of another size, length, seed or number of processes,
+            or cannot be read.
+        RipresaError: the options cannot be written.
     """
     file = folder / PLAN
     if file.exists():
-        fields = json.loads(file.read_text())
-        begun = replace(asked, num_tokens=fields["num_tokens"])
+        fields = read_options(folder)
+        begun = asked if minutes is None else replace(asked, num_tokens=fields["num_tokens"])
         if fields != _fields(begun):
             raise ConfigError(
                 "--folder",
@@ -100,9 +106,35 @@ def open_training(folder: Path, asked: Training, minutes: float | None) -> Train
             )
         return begun
     training = asked if minutes is None else replace(asked, num_tokens=tokens_in(minutes, asked))
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(_fields(training)) + "\n")
+    temporary = folder / f".{PLAN}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as written:
+            written.write(json.dumps(_fields(training)) + "\n")
+            written.flush()
+            os.fsync(written.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        raise unwritten(file, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return training
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    """The options of a folder's training.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    file = folder / PLAN
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("--folder", f"{file} cannot be read: {error}; {_MEND}") from error
+    if not isinstance(fields, dict) or not {"size", "num_tokens", "seed"} <= fields.keys():
+        raise ConfigError("--folder", f"{file} does not hold a training's options; {_MEND}")
+    return fields
 
 
 def _fields(training: Training) -> dict[str, object]:
@@ -129,7 +161,8 @@ def run_training(folder: Path, training: Training, echo: Callable[[str], None]) 
     """Train to the end, or on from where the folder's state is, and write a checkpoint.
 
     Raises:
-        ConfigError: the folder holds another training's state.
+        ConfigError: the folder holds another training's state, or a torn one.
+        RipresaError: state, log or checkpoint cannot be written.
     """
     if training.num_processes == 1:
         _run_rank(0, folder, training, "", echo)
@@ -152,11 +185,18 @@ def _run_rank(
             world_size=training.num_processes,
             timeout=PEER_TIMEOUT,
         )
+    state = folder / STATE
+    if state.exists():
+        trainer.load(state)
     if rank:
-        train(trainer, folder / STATE, lambda _: None, is_writer=False)
+        train(trainer, state, lambda _: None, is_writer=False)
     else:
-        with open(folder / LOG, "a", buffering=1, encoding="utf-8") as log:
-            train(trainer, folder / STATE, _Teller(trainer, log, echo))
+        echo(
+            f"{trainer.number} of {trainer.plan.num_steps} steps are done, of "
+            f"{training.num_tokens} tokens in all"
+        )
+        with StepLog(folder / LOG, trainer.num_tokens) as log:
+            train(trainer, state, _Teller(trainer, log, echo))
         export(folder / CHECKPOINT, config_of(training.size), trainer.parameters)
         echo(f"wrote {folder / CHECKPOINT}")
     if training.num_processes > 1:
@@ -181,7 +221,7 @@ def make_trainer(training: Training, rank: int = 0) -> Trainer:
 class _Teller:
     """Says how far the training is, keeps its log, and measures on the way."""
 
-    def __init__(self, trainer: Trainer, log: TextIO, echo: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Trainer, log: StepLog, echo: Callable[[str], None]) -> None:
         self._trainer, self._log, self._echo = trainer, log, echo
         self._renderer = Renderer(TOKENIZER)
         self._held_out = load_evaluation()[-NUM_MEASURED:]
@@ -206,7 +246,7 @@ class _Teller:
             "wall_s": round(now - self._begun, 1),
             "cpu_s": round(time.process_time() - self._cpu, 1),
         }
-        self._log.write(json.dumps(entry) + "\n")
+        self._log.write(entry)
         if now - self._shown >= SHOWN_EVERY_S:
             self._shown = now
             left = self._trainer.plan.num_steps - progress.number
@@ -223,4 +263,4 @@ class _Teller:
             scores = list(measure(self._trainer.model, self._renderer, self._held_out))
             for line in table(scores, "tokens"):
                 self._echo(line)
-                self._log.write(json.dumps({"tokens": progress.num_tokens, "table": line}) + "\n")
+                self._log.write({"tokens": progress.num_tokens, "table": line})

@@ -158,17 +158,23 @@ def test_places_are_spread() -> None:
     assert evenly(500, 500) == list(range(500))
 
 
-@pytest.mark.parametrize("damage", ["unfinished", "another geometry", "another tokenizer"])
+@pytest.mark.parametrize(
+    "damage", ["unfinished", "another geometry", "another tokenizer", "no log", "empty log"]
+)
 def test_what_is_no_training_of_this_model_changes_nothing(
     source: Path, target: Path, damage: str
 ) -> None:
     checkpoint = source / "checkpoint"
     if damage == "unfinished":
         (checkpoint / "model.safetensors").unlink()
+    elif damage == "no log":
+        (source / "log.jsonl").unlink()
+    elif damage == "empty log":
+        (source / "log.jsonl").write_text("")
     else:
         name = "config.json" if damage == "another geometry" else "tokenizer.json"
         (checkpoint / name).write_text("{}")
-    with pytest.raises(ConfigError, match=r"finished|is not that of today's code"):
+    with pytest.raises(ConfigError, match=r"finished|is not that of today's code|log\.jsonl"):
         bundle_training(source, ["1a2b3c4"], print, target)
     assert sorted(path.name for path in target.iterdir()) == [
         CARD,

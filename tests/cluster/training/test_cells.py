@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tokenizers import Tokenizer
 
+from ripresa.cluster.cli import cli
 from ripresa.cluster.evaluation.bootstrap import Estimate
 from ripresa.cluster.training.cells import (
     WAYS,
@@ -205,3 +207,13 @@ def test_cells_are_written_with_their_names(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(InvalidArgument, match="cannot be written"):
         write_cells(tmp_path / "nowhere" / "cells.json", {"before": BEFORE})
+
+
+def test_models_of_different_sizes_are_not_compared(tmp_path: Path) -> None:
+    for size in Size:
+        (tmp_path / size).mkdir()
+        (tmp_path / size / "config.json").write_text(json.dumps(config_of(size)))
+    result = CliRunner().invoke(cli, ["train", "cells", *(str(tmp_path / size) for size in Size)])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 2
+    assert "of another size than" in result.output

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ripresa.cluster.cli import cli
-from ripresa.cluster.training.run import CHECKPOINT, LOG, STATE, Training, open_training
+from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN, STATE, Training, open_training
 from ripresa.workers.checkpoint_report import report_checkpoint
 from ripresa.workers.demo.training.sizes import Size
 from ripresa.workers.errors import ConfigError
@@ -21,13 +21,41 @@ ASKED = Training(Size.TINY, 4096, seed=0, num_processes=1, is_narrow=False)
 def test_a_begun_training_goes_on_with_its_own_tokens(tmp_path: Path) -> None:
     folder = tmp_path / "training"
     assert open_training(folder, ASKED, None) == ASKED
+    assert open_training(folder, ASKED, None) == ASKED
     longer = replace(ASKED, num_tokens=10**6)
-    assert open_training(folder, longer, None) == ASKED
     assert open_training(folder, longer, minutes=75.0) == ASKED
 
 
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}"])
+def test_torn_options_are_refused_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / PLAN).write_text(text)
+    with pytest.raises(ConfigError, match=r"where there is no state\.pt beside it, remove it"):
+        open_training(tmp_path, ASKED, None)
+
+
+def test_a_kill_while_the_options_are_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_training(tmp_path, ASKED, None)
+    monkeypatch.undo()
+    assert not (tmp_path / PLAN).exists()
+    assert open_training(tmp_path, ASKED, None) == ASKED
+
+
 @pytest.mark.parametrize(
-    "changes", [{"size": Size.DEMO}, {"seed": 1}, {"num_processes": 2}, {"is_narrow": True}]
+    "changes",
+    [
+        {"num_tokens": 2048},
+        {"size": Size.DEMO},
+        {"seed": 1},
+        {"num_processes": 2},
+        {"is_narrow": True},
+    ],
 )
 def test_other_options_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     open_training(tmp_path, ASKED, None)

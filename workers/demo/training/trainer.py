@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from ripresa.workers.demo.training.fine_tuning import FineTuning
 from ripresa.workers.demo.training.initial import initial_parameters
 from ripresa.workers.demo.training.optimizer import Optimizer, balance, is_trained
 from ripresa.workers.demo.training.plan import Plan, Step
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import Ids
 from ripresa.workers.models.deepseek_v41.trainable.cuts import Cuts
@@ -24,6 +25,8 @@ from ripresa.workers.models.deepseek_v41.trainable.model import TrainableModel
 
 SAVE_EVERY_S = 300.0
 MAX_GRADIENT = 1.0
+UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
+"""What `torch.load` raises of a file that is torn, or is none of torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,11 @@ class Trainer:
                 part /= self._num_ranks
 
     def save(self, path: Path) -> None:
-        """Write everything that is needed to go on; the file appears whole or not at all."""
+        """Write everything that is needed to go on; the file appears whole or not at all.
+
+        Raises:
+            RipresaError: it cannot be written; the one that was there before still is.
+        """
         content = {
             "identity": self._identity,
             "number": self.number,
@@ -152,20 +159,32 @@ class Trainer:
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "optimizer": self._optimizer.state(),
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary = path.with_name(f".{path.name}")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            raise unwritten(path, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
         """Go on where a saved training was.
 
         Raises:
-            ConfigError: it was another training.
+            ConfigError: it was another training, or the file cannot be read.
         """
-        content: dict[str, Any] = torch.load(path, weights_only=True)
+        try:
+            content: dict[str, Any] = torch.load(path, weights_only=True)
+        except UNREADABLE as error:
+            raise ConfigError(
+                "training",
+                f"{path} cannot be read: {error}; put a whole copy in its place, or remove it to "
+                "begin anew",
+            ) from error
         if content["identity"] != self._identity:
             raise ConfigError(
                 "training",
@@ -187,12 +206,24 @@ def train(
     is_writer: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run to the end, going on where `path` says; the writer saves every five minutes."""
-    if path.exists():
-        trainer.load(path)
+    """Run to the end from where the trainer is; the writer saves every five minutes.
+
+    Raises:
+        ConfigError: the loss is not finite any more.
+        RipresaError: the state cannot be written.
+    """
     saved = clock()
     while not trainer.is_finished:
         report(trainer.step())
         if is_writer and (trainer.is_finished or clock() - saved >= SAVE_EVERY_S):
             trainer.save(path)
             saved = clock()
+
+
+def unwritten(path: Path, error: Exception) -> RipresaError:
+    """What to tell when a training's file cannot be written."""
+    return RipresaError(
+        ErrorCode.RESOURCE_EXHAUSTED,
+        f"{path} cannot be written: {error}; what was saved before is still there: make room, and "
+        "run the same command again to go on from it",
+    )

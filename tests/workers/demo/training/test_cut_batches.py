@@ -155,6 +155,7 @@ def test_fine_tuning_goes_on_bit_equal_from_where_it_was(tmp_path: Path) -> None
     first.step()  # lost
     seen = []
     second = trainer()
+    second.load(tmp_path / "state.pt")
     train(second, tmp_path / "state.pt", lambda progress: seen.append(progress.loss))
     assert seen == losses[1:]
     for name, parameter in whole.parameters.items():

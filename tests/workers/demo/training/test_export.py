@@ -40,6 +40,10 @@ def test_workers_load_what_training_exports(tmp_path: Path) -> None:
     config = ModelConfig.from_dict(document)
     parameters = noisy_parameters(config)
     export(tmp_path / "checkpoint", document, parameters)
+    readable = tmp_path / "readable"
+    readable.touch()
+    modes = {path.stat().st_mode for path in (readable, *(tmp_path / "checkpoint").iterdir())}
+    assert len(modes) == 1  # as the umask has it, so that other users' workers can read it
     tokens = torch.randint(3, 4096, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     ids = compressed_ids(Tokenizer.from_file(str(TOKENIZER)))
     model = TrainableModel(config, parameters, ids, packed=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_model import tiny_config
 from ripresa.workers.demo.training.optimizer import Optimizer, balance, is_trained, uses_muon
 from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Phase, Plan, Step, continuation
 from ripresa.workers.demo.training.trainer import Batch, Trainer, train
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.errors import ConfigError, RipresaError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import paired_ids
 
@@ -47,12 +48,14 @@ def test_going_on_is_bit_equal_to_never_having_stopped(tmp_path: Path) -> None:
     first.step()  # lost
     seen = []
     second = trainer()
+    second.load(path)
     train(second, path, lambda progress: seen.append(progress.loss))
     assert seen == losses[2:]
     assert second.num_tokens == whole.num_tokens == 2 * 2 * (16 + 24)
     for name, parameter in whole.parameters.items():
         assert torch.equal(parameter, second.parameters[name]), name
     again = trainer()
+    again.load(path)
     train(again, path, lambda _: pytest.fail("a finished training takes no step"))
 
 
@@ -92,6 +95,36 @@ def test_a_kill_while_saving_leaves_the_older_state(
     after = trainer()
     after.load(path)
     assert after.number == 1
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left"), RuntimeError("writer failed")])
+def test_a_full_disk_leaves_the_older_state_and_no_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    path = tmp_path / "state.pt"
+    running = trainer()
+    running.save(path)
+    before = path.read_bytes()
+
+    def write(content: object, file: IO[bytes]) -> None:
+        file.write(b"half of it")
+        raise failure
+
+    monkeypatch.setattr("torch.save", write)
+    with pytest.raises(RipresaError, match=r"still there: make room, and run the same command"):
+        running.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_torn_state_is_refused_in_words(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "state.pt"
+    trainer().save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ConfigError, match=r"cannot be read: .*or remove it to begin anew"):
+        trainer().load(path)
 
 
 @pytest.mark.parametrize("other", [{"plan": replace(PLAN, num_steps=5)}, {"seed": 2}])
