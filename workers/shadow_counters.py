@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from operator import add, sub
 
 KL_BOUNDS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -64,10 +65,16 @@ class Divergence:
 
     @classmethod
     def of(cls, distances: Iterable[float], agreements: Iterable[bool]) -> Divergence:
-        """Of single tokens: their KL in nats, and whether their likeliest tokens agree."""
+        """Of single tokens: their KL in nats, and whether their likeliest tokens agree.
+
+        Raises:
+            ValueError: a distance is not finite; one of the distributions is none.
+        """
         counts = [0] * (len(KL_BOUNDS) + 1)
         total = 0.0
         for distance in distances:
+            if not isfinite(distance):
+                raise ValueError(f"{distance} nats apart: one of the two is no distribution")
             counts[bisect_left(KL_BOUNDS, distance)] += 1
             total += distance
         return cls(tuple(counts), total, sum(agreements))

@@ -572,6 +572,34 @@ async def test_a_failing_step_costs_one_sample() -> None:
         assert worker.outcomes == {ShadowOutcome.FAILED: 6, ShadowOutcome.SCORED: 6}
 
 
+@pytest.mark.parametrize("distance", [float("nan"), float("inf"), float("-inf")])
+def test_a_distance_that_is_none_is_in_no_sum(distance: float) -> None:
+    with pytest.raises(ValueError, match="nats apart: one of the two is no distribution"):
+        Divergence.of([0.0, distance], [True, True])
+
+
+async def test_logits_that_are_no_numbers_cost_a_sample_and_poison_nothing() -> None:
+    async with served() as worker:
+        await run(worker.engine, ask(FIRST))
+        execute = worker.gate._runner.execute
+
+        def broken(*args: Any) -> StepOutput:
+            output = execute(*args)
+            for rows in output.logits.values():
+                rows.fill_(float("nan"))
+            return output
+
+        worker.gate._runner.execute = broken  # type: ignore[method-assign]
+        await run(worker.engine, ask(LONGER))
+        await worker.samples.emptied()
+        assert worker.outcomes == {ShadowOutcome.FAILED: 6}
+        worker.gate._runner.execute = execute  # type: ignore[method-assign]
+        await run(worker.engine, ask(LONGER[:-1]))
+        await worker.samples.emptied()
+        assert worker.outcomes == {ShadowOutcome.FAILED: 6, ShadowOutcome.SCORED: 6}
+        assert worker.divergence(ShadowReference.REPEAT).kl_sum == 0.0
+
+
 async def test_a_stop_in_the_middle_of_any_step_leaves_nothing() -> None:
     for number in count():
         async with served(is_started=False) as worker:
