@@ -215,7 +215,7 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
             f"{ray_settings.address} cannot be joined" if ray_settings.address else "did not start"
         )
         raise Unavailable(
-            f"Ray {what}: {error}; try again, or look into "
+            f"Ray {what}: {error}; try again when less else runs here, or look into "
             f"{ray_settings.temp_dir or '/tmp/ray'}/session_latest/logs"
         ) from error
     # Serve's own progress in the starting process; warnings stay.
