@@ -528,11 +528,15 @@ def _split_marks(text: str) -> Iterator[Segment]:
 
 
 def _check_thinking(body: Json) -> None:
-    """Refuse a body that asks for thinking and for none."""
+    """Refuse an effort for thinking that is disabled.
+
+    Otherwise `thinking` says whether the model thinks, and the effort how much: clients of
+    DeepSeek's API send both.
+    """
     effort, thinking = body.get("reasoning_effort"), body.get("thinking")
-    if effort is None or not isinstance(thinking, dict):
+    if effort in (None, "none", "minimal") or not isinstance(thinking, dict):
         return
-    if (effort == "none") is not (thinking.get("type") == "disabled"):
+    if thinking.get("type") == "disabled":
         raise InvalidArgument("reasoning_effort", "contradicts `thinking`; give one of them")
 
 

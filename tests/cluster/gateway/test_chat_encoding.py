@@ -160,6 +160,18 @@ def test_no_effort_is_no_thinking(render: Render) -> None:
     assert render(OSLO, reasoning_effort="none") == render(OSLO, thinking=OFF)
 
 
+@pytest.mark.parametrize("effort", ["low", "high", "max", 33])
+def test_clients_may_ask_for_thinking_and_say_how_much(render: Render, effort: str | int) -> None:
+    """DeepSeek's own clients do."""
+    both = render(OSLO, thinking={"type": "enabled"}, reasoning_effort=effort)
+    assert both == render(OSLO, reasoning_effort=effort)
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal"])
+def test_clients_may_ask_twice_for_no_thinking(render: Render, effort: str) -> None:
+    assert render(OSLO, thinking=OFF, reasoning_effort=effort) == render(OSLO, thinking=OFF)
+
+
 def test_a_developer_is_a_system(render: Render) -> None:
     developer = {"role": "developer", "content": "You are terse."}
     assert render(developer, OSLO) == render(TERSE, OSLO)

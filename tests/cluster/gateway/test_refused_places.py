@@ -227,9 +227,9 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"thinking": {"type": "disabled"}, "reasoning_effort": "high"},
         "reasoning_effort",
     ),
-    "thinking without effort": (
+    "a number without thinking": (
         CHAT,
-        {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+        {"thinking": {"type": "disabled"}, "reasoning_effort": 33},
         "reasoning_effort",
     ),
     "a number as text": (CHAT, {"reasoning_effort": "50"}, "reasoning_effort"),
