@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +96,32 @@ def test_bad_request(
     assert "Traceback" not in answer.details
     assert answer.started is None
     assert split.rows() == before
+
+
+def raw_http(cluster: ServedCluster, *headers: bytes) -> tuple[int, dict[str, str], Any]:
+    """What a GET with these header lines is answered: status, headers, JSON body."""
+    host, port = cluster.cluster.http_address.split(":")
+    lines = b"\r\n".join((b"GET /v1/models HTTP/1.1", b"Host: x", b"Connection: close", *headers))
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(lines + b"\r\n\r\n")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        told = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, told, json.loads(response.read())
+
+
+@pytest.mark.parametrize("name", [b"x-request-id", b"x-session-id", b"x-other"])
+def test_headers_that_are_no_text_are_the_client_s_fault(split: ServedCluster, name: bytes) -> None:
+    status, headers, body = raw_http(split, name + b": \xff\xfe")
+    assert status == 400
+    assert body["error"]["param"] == name.decode()
+    assert headers["x-request-id"]
+
+
+def test_an_empty_id_is_none(split: ServedCluster) -> None:
+    status, headers, _ = raw_http(split, b"x-request-id:")
+    assert status == 200
+    assert headers["x-request-id"]
 
 
 def test_bad_requests_are_told_apart_from_failures(split: ServedCluster) -> None:
