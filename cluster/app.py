@@ -34,6 +34,7 @@ from ripresa.cluster.gateway.proxy_headers import PROXY_CALLBACK
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.validation import ConversationBounds
 from ripresa.cluster.progress import progress
+from ripresa.cluster.ray_farewells import without_farewells
 from ripresa.cluster.routing.handles import TargetRouter
 from ripresa.cluster.sessions.store import SessionLink
 from ripresa.workers.cache.cache_events import unheard
@@ -238,9 +239,10 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
                 link.stop()
             session_link(config).stop()
     finally:
-        if not ray_settings.address:
-            serve.shutdown()
-        ray.shutdown()
+        with without_farewells():
+            if not ray_settings.address:
+                serve.shutdown()
+            ray.shutdown()
 
 
 def _run(application: Application) -> None:
