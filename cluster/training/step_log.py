@@ -46,13 +46,14 @@ class StepLog:
         try:
             if path.exists():
                 _keep(path, num_tokens)
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            # Unbuffered: what could not be written is not tried again by closing it.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise unwritten(path, error) from error
 
     def write(self, entry: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(entry) + "\n")
+            self._file.write(json.dumps(entry).encode() + b"\n")
         except OSError as error:
             raise unwritten(self._path, error) from error
 

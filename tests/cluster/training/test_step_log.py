@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,17 @@ def test_a_log_with_steps_told_twice_is_read_as_what_led_to_its_end() -> None:
 def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(RipresaError, match="make room, and run the same command again"):
         StepLog(tmp_path, 0)
+
+
+def test_a_disk_that_is_full_is_told_and_what_was_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with StepLog(path, 0) as log:
+            log.write(step(1, 1.0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+            with pytest.raises(RipresaError, match="make room"):
+                log.write(step(2, 1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert entries(path.read_text().splitlines()) == [step(1, 1.0)]
