@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from ripresa.cluster.cli_options import with_api_key
 from ripresa.cluster.progress import progress
+from ripresa.workers.errors import ConfigError, InvalidArgument
 
 _DIFFERS = 1
 """Exit code: what must be equal is not."""
@@ -69,6 +72,7 @@ def evaluation() -> None:
     metavar="HOST:PORT",
     help="The gRPC port of a gateway that serves the checkpoint: ask it too, in every mode.",
 )
+@with_api_key
 @click.option("--self-test", is_flag=True, help="Only compare what must be equal.")
 @click.pass_context
 def eval_replay(
@@ -82,14 +86,16 @@ def eval_replay(
     out: Path | None,
     report: Path | None,
     address: str | None,
+    api_key: str,
     self_test: bool,
 ) -> None:
     """Measure what bounded replay costs: exact, decoder-bounded and both halves bounded.
 
     A decode engine in this process computes the same tokens in every way, through its real prefix
-    cache and planner, and is compared with a cold run token by token. Every conversation is kept
-    when it is done, so that the same command goes on after a kill. Exits 1 if the arm without
-    approximation is not equal to the cold run.
+    cache and planner, and is compared with a cold run token by token. A gateway of --address is
+    asked for a token first, and for the conversations last. Every conversation is kept when it is
+    done, so that the same command goes on after a kill. Exits 1 if the arm without approximation
+    is not equal to the cold run.
 
     \b
     Examples:
@@ -106,16 +112,27 @@ def eval_replay(
         from ripresa.workers.worker_process import model_folder
 
         folder = model_folder(checkpoint)
-    asked = Evaluation(folder, conversations, limit, stacks, seed, Numerics(numerics), address)
+    asked = Evaluation(
+        folder, conversations, limit, stacks, seed, Numerics(numerics), address, api_key
+    )
 
     def echo(line: str) -> None:
         click.echo(line, err=not self_test)
 
-    if self_test:
-        if not asyncio.run(run_self_test(asked, echo)):
-            ctx.exit(_DIFFERS)
-        return
-    assert out is not None
-    command = shlex.join(["ripresa", *sys.argv[1:]])
-    asyncio.run(run_evaluation(asked, out, report, command, echo))
+    try:
+        if self_test:
+            if not asyncio.run(run_self_test(asked, echo)):
+                ctx.exit(_DIFFERS)
+            return
+        assert out is not None
+        command = _command(sys.argv[1:], api_key)
+        asyncio.run(run_evaluation(asked, out, report, command, echo))
+    except ConfigError as error:  # of the folder's config.json: no setting names it here
+        raise InvalidArgument("--checkpoint", error.message) from error
     click.echo(f"wrote {out}" if report is None else f"wrote {out} and {report}")
+
+
+def _command(arguments: Sequence[str], api_key: str) -> str:
+    """What the page says it was made by: the key is not for its readers."""
+    told = [each.replace(api_key, "KEY") if api_key else each for each in arguments]
+    return shlex.join(["ripresa", *told])

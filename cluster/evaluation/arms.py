@@ -16,6 +16,8 @@ from ripresa.workers.replay import PlanKind, Recipe, ReplayMode, TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 
 EXACT = "exact"
+LAYER_EXACT = " layer_exact"
+"""Ends the names of arms with that tail, which are else as the arm without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,26 @@ def answer_arms(window: int) -> list[Arm]:
         for length in lengths(window):
             own = None if length == window else length
             arms.append(Arm(f"{name} {length}", mode, TailVariant.FLOORED, own))
-        arms.append(Arm(f"{name} {window} layer_exact", mode, TailVariant.LAYER_EXACT))
+        arms.append(Arm(f"{name} {window}{LAYER_EXACT}", mode, TailVariant.LAYER_EXACT))
     arms.append(Arm("canonical", ReplayMode.CANONICAL, TailVariant.FLOORED))
-    arms.append(Arm("canonical layer_exact", ReplayMode.CANONICAL, TailVariant.LAYER_EXACT))
+    arms.append(Arm(f"canonical{LAYER_EXACT}", ReplayMode.CANONICAL, TailVariant.LAYER_EXACT))
     return arms
 
 
 def hit_arms(geometry: ReplayGeometry) -> list[Arm]:
     """Those of the hit's boundary, where both halves restart at one place.
 
-    The longest replay is layers times the window, which leaves nothing to approximate.
+    The longest replay leaves nothing to approximate.
     """
-    longest = geometry.window * (geometry.num_encoder_layers + geometry.num_decoder_layers)
-    arms = [Arm(EXACT, ReplayMode.BOUNDED, TailVariant.FULL, longest)]
+    arms = [Arm(EXACT, ReplayMode.BOUNDED, TailVariant.FULL, reach(geometry))]
     for length in lengths(geometry.window):
         arms.append(Arm(f"both {length}", ReplayMode.BOUNDED, TailVariant.FULL, length))
     return arms
+
+
+def reach(geometry: ReplayGeometry) -> int:
+    """How many rows before its own a row's output depends on, through the windows of all layers."""
+    return (geometry.window - 1) * (geometry.num_encoder_layers + geometry.num_decoder_layers)
 
 
 def answer_recipe(planned: Recipe, arm: Arm, num_tokens: int, geometry: ReplayGeometry) -> Recipe:
@@ -92,8 +98,7 @@ def answer_recipe(planned: Recipe, arm: Arm, num_tokens: int, geometry: ReplayGe
             return replace(planned, start=start, swa_floor=start, decoder_start=max(start, first))
         case ReplayMode.EXACT:
             exact_from = min(planned.write_floor, first)
-            reach = (geometry.window - 1) * geometry.num_encoder_layers
-            start = max(0, exact_from - reach)
+            start = max(0, exact_from - (geometry.window - 1) * geometry.num_encoder_layers)
             if planned.kind is PlanKind.COLD:
                 start = 0
             return replace(planned, start=start, swa_floor=start, decoder_start=first)

@@ -13,25 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_DRAWS = 2000
+FEWEST = 5
+"""Conversations that an interval takes: of fewer there are hardly any different draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number with its interval."""
+    """A number with its interval; None where there is too little for one."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 def ratio(totals: Sequence[float], counts: Sequence[float], seed: int) -> Estimate:
-    """The mean of all items, and its 95 % interval; of one conversation it is that mean alone.
+    """The mean of all items, and its 95 % interval; none of fewer than FEWEST conversations.
 
     Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13: percentiles 2.5 and 97.5.
     A ratio of sums, so that a conversation counts by how many items it has.
 
     Args:
-        totals, counts: of each conversation, the sum over its items and their number, above 0.
+        totals, counts: of each conversation, the sum over its items and their number, above 0. For
+            what two arms say of the same items, the totals' differences: paired, since a draw then
+            has the same conversations of both.
         seed: draws are the same for all means of as many conversations.
 
     Raises:
@@ -41,6 +45,8 @@ def ratio(totals: Sequence[float], counts: Sequence[float], seed: int) -> Estima
         raise ValueError("every conversation must have an item, and there must be one")
     sums = np.asarray([totals, counts], dtype=np.float64)
     mean = float(sums[0].sum() / sums[1].sum())
+    if len(totals) < FEWEST:
+        return Estimate(mean)
     drawn = _draws(sums.shape[1], seed) @ sums.T
     low, high = np.percentile(drawn[:, 0] / drawn[:, 1], (2.5, 97.5))
     return Estimate(mean, float(low), float(high))

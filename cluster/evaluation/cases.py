@@ -5,12 +5,14 @@
                    |<----------- behind the hit's boundary ----------------->|
 
 Two boundaries, because a served prompt has two: the encoder half goes on from the end of the cached
-prefix, the decoder half begins with the last rows of the prompt.
+prefix, the decoder half begins with the last rows of the prompt. Both are drawn from all places
+that a conversation has for them, so that hits of few and of many blocks are among the cases.
 """
 
 from __future__ import annotations
 
 import lzma
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +97,13 @@ def cases_of(
     renderer: Renderer,
     geometry: ReplayGeometry,
     max_tokens: int,
+    seed: int | None,
 ) -> Iterator[Case]:
     """The chosen conversations as cases.
 
     Args:
         max_tokens: a conversation ends there.
+        seed: of the boundaries' draw; None for the last ones.
     """
     for number in numbers:
         conversation = conversations[number]
@@ -109,6 +113,7 @@ def cases_of(
             answers.token_ids[:max_tokens],
             _answers(answers),
             geometry,
+            seed,
             conversation.boundary,
             conversation.placement,
         )
@@ -119,28 +124,36 @@ def make_case(
     token_ids: tuple[int, ...],
     answers: Sequence[Answer],
     geometry: ReplayGeometry,
+    seed: int | None,
     boundary: int | None = None,
     placement: str | None = None,
 ) -> Case:
     """Choose the boundaries of a conversation.
 
-    The hit ends at `boundary` if there is one, else at the last block boundary of its first half.
-    The answer is the first one whose prompt can have a bounded replay: two cached blocks, and
-    behind them the rows that the hit rule leaves native.
+    The hit ends at `boundary` if there is one, else at a block boundary behind the first one that
+    has half a window behind it. The answer is one whose prompt can have a bounded replay: two
+    cached blocks, and behind them the rows that the hit rule leaves native.
+
+    Args:
+        seed: of the draw among these places, all equally likely; None for the last ones.
     """
     window, length = geometry.window, len(token_ids)
     whole = tuple(each for each in answers if each.stop <= length)
-    hit = boundary or max(2 * window, length // 2 // window * window)
-    shortest = 3 * window + geometry.rewind
-    first = next((each.start for each in whole if each.start >= shortest), None)
-    return Case(
-        number,
-        token_ids,
-        hit if hit % window == 0 and window < hit < length - 1 else None,
-        first,
-        whole,
-        placement,
-    )
+    hits = range(2 * window, length - window // 2, window)
+    if boundary is not None:
+        is_place = boundary % window == 0 and window < boundary < length - 1
+        hits = range(boundary, boundary + is_place)
+    shortest = 3 * geometry.window + geometry.rewind
+    starts = [each.start for each in whole if each.start >= shortest]
+    generator = None if seed is None else random.Random(f"{seed} {number}")
+    hit, answer = _one_of(hits, generator), _one_of(starts, generator)
+    return Case(number, token_ids, hit, answer, whole, placement)
+
+
+def _one_of(places: Sequence[int], generator: random.Random | None) -> int | None:
+    if not places:
+        return None
+    return places[-1] if generator is None else generator.choice(places)
 
 
 def stack_of(cases: Iterable[Case], num_tokens: int) -> Iterator[Case]:

@@ -7,6 +7,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from ripresa.cluster.client import Client
+from ripresa.cluster.config import ClusterConfig
+from ripresa.cluster.evaluation.arms import reach
 from ripresa.cluster.evaluation.cases import (
     Case,
     cases_of,
@@ -42,7 +45,7 @@ from ripresa.cluster.evaluation.report import (
     write_results,
 )
 from ripresa.cluster.evaluation.results_file import ResultsFile
-from ripresa.cluster.evaluation.served import ask
+from ripresa.cluster.evaluation.served import ask, check_served
 from ripresa.cluster.evaluation.summary import Summary, summarise
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.config import Numerics
@@ -53,6 +56,7 @@ from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.checkpoint_tokenizer import TOKENIZER_FILE
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.replay import RULES_VERSION
+from ripresa.workers.replay_query import ReplayGeometry
 
 Echo = Callable[[str], None]
 
@@ -61,6 +65,7 @@ MAX_ROUNDING = 0.02
 _REPEATS = 3
 """Times that each prompt of `growth` is timed."""
 _NUM_SELF_TESTED = 2
+_A_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Evaluation:
         seed: which conversations, and the bootstrap's draws.
         address: `host:port` of a gateway's gRPC that serves the checkpoint, to be asked as well;
             it changes no other result.
+        api_key: the gateway's, if it asks for one.
     """
 
     folder: Path
@@ -84,6 +90,7 @@ class Evaluation:
     seed: int = 0
     numerics: Numerics = Numerics.DETERMINISTIC
     address: str | None = None
+    api_key: str = ""
 
     @property
     def digest(self) -> str:
@@ -108,32 +115,41 @@ class Evaluation:
 async def run_self_test(asked: Evaluation, echo: Echo) -> bool:
     """Compare what must be equal; a line a comparison, and whether all agree.
 
+    Boundaries are the last ones of long conversations: a hit that is no longer than the rows which
+    the arm without approximation computes again leaves nothing out, and could not differ.
+
     Raises:
-        RipresaError: the checkpoint or the conversations are unusable, or too short.
+        RipresaError: the checkpoint or the conversations are unusable, or all too short.
     """
     conversations = read_conversations(asked.conversations)
     agrees = True
     async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
         chosen = spread(len(conversations), len(conversations), asked.seed)
         renderer = _renderer(asked.folder)
-        num_tested = 0
-        for number in chosen:
-            (case,) = cases_of(conversations, [number], renderer, lab.geometry, lab.max_tokens)
-            if case.answer is None or case.hit is None:
-                continue
+        cases = cases_of(conversations, chosen, renderer, lab.geometry, lab.max_tokens, None)
+        long_enough = (case for case in cases if _leaves_out(case, lab.geometry))
+        tested = list(islice(long_enough, _NUM_SELF_TESTED))
+        if not tested:
+            raise RipresaError(
+                ErrorCode.FAILED_PRECONDITION,
+                "nothing was tested, because nothing could have failed: no conversation has a hit "
+                f"and a prompt of more than {reach(lab.geometry)} tokens, all of which the exact "
+                "arm computes again; name longer ones with --conversations",
+            )
+        starts = []
+        for case in tested:
             for check in await self_test(lab, case):
                 good = _is_equal(check.difference, asked.numerics)
                 agrees &= good
+                begins = "" if check.start is None else f", the hit's from token {check.start} on"
+                starts += [] if check.start is None else [check.start]
                 echo(
-                    f"conversation {number}, {check.what}: largest difference of a logit "
-                    f"{check.difference:.3g}  {'ok' if good else 'DIFFERS'}"
+                    f"conversation {case.number}, {check.what}{begins}: largest difference of a "
+                    f"logit {check.difference:.3g}  {'ok' if good else 'DIFFERS'}"
                 )
-            num_tested += 1
-            if num_tested == _NUM_SELF_TESTED:
-                break
-    if not num_tested:
-        raise _too_short()
-    return agrees
+    num_able = sum(start > 0 for start in starts)
+    echo(f"{num_able} of {len(starts)} hits left rows out, and could have differed")
+    return agrees and num_able == len(starts)
 
 
 async def run_evaluation(
@@ -150,28 +166,33 @@ async def run_evaluation(
             approximation is not equal to the cold run.
     """
     conversations = read_conversations(asked.conversations)
-    kept = ResultsFile(out, asked.settings)
-    async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
-        await _fill_in(lab, asked, conversations, kept, echo)
-        about = _about(asked, lab, kept, command)
-    summary = summarise(kept.results, asked.seed)
-    try:
-        write_results(summary, about, out / RESULTS)
-        write_report(summary, about, out / REPORT, out)
-        if report is not None:
-            write_report(summary, about, report, report.with_suffix(""))
-    except OSError as error:
-        raise RipresaError(
-            ErrorCode.FAILED_PRECONDITION,
-            f"the report cannot be written: {error}; make room or name another place, and run the "
-            "command again: it goes on from what is there",
-        ) from error
-    for experiment, worst in summary.worst_exact.items():
-        if not _is_equal(worst, asked.numerics):
+    with ResultsFile(out, asked.settings) as kept, ExitStack() as stack:
+        client = None
+        if asked.address is not None:
+            client = stack.enter_context(Client(asked.address, api_key=asked.api_key or None))
+            echo(f"asking {asked.address} for a token")
+            await asyncio.to_thread(check_served, client, _A_TOKEN, asked.digest)
+        async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
+            await _fill_in(lab, asked, conversations, kept, client, echo)
+            about = _about(asked, lab, kept, command)
+        summary = summarise(kept.results, asked.seed)
+        try:
+            write_results(summary, about, out / RESULTS)
+            write_report(summary, about, out / REPORT, out)
+            if report is not None:
+                write_report(summary, about, report, report.with_suffix(""))
+        except OSError as error:
+            raise RipresaError(
+                ErrorCode.FAILED_PRECONDITION,
+                f"the report cannot be written: {error}; make room or name another place, and run "
+                "the command again: it goes on from what is there",
+            ) from error
+    for row in summary.checks:
+        if not _is_equal(row.worst, asked.numerics):
             raise RipresaError(
                 ErrorCode.INTERNAL,
-                f"{experiment}: the arm without approximation differs from the cold run by "
-                f"{worst:.3g}, so nothing of this may be trusted; see `ripresa eval replay "
+                f"{row.experiment}: the arm without approximation differs from the cold run by "
+                f"{row.worst:.3g}, so nothing of this may be trusted; see `ripresa eval replay "
                 "--self-test`",
             )
     return summary
@@ -182,17 +203,20 @@ async def _fill_in(
     asked: Evaluation,
     conversations: Sequence[Conversation],
     kept: ResultsFile,
+    client: Client | None,
     echo: Echo,
 ) -> None:
     numbers = spread(len(conversations), asked.limit, asked.seed)
     renderer = _renderer(asked.folder)
     echo(f"rendering {len(numbers)} conversations")
-    every = list(cases_of(conversations, numbers, renderer, lab.geometry, lab.max_tokens))
+    every = list(
+        cases_of(conversations, numbers, renderer, lab.geometry, lab.max_tokens, asked.seed)
+    )
     stacks = _stacks(lab, asked, conversations, renderer)
     usable = [case for case in every if case.answer is not None or case.hit is not None]
     if not usable:
         raise _too_short()
-    asks = usable if asked.address else []
+    asks = usable if client is not None else []
     pace = _Pace(len(usable) + len(stacks) + bool(stacks) + len(asks), echo)
     for case in usable:
         places = {Experiment.ANSWER: case.answer, Experiment.HIT: case.hit}
@@ -213,22 +237,15 @@ async def _fill_in(
         if missing:
             kept.add(await growth(lab, case, _REPEATS))
         pace.done("growth", was_computed=bool(missing))
-    if asked.address:
+    if client is not None:
         digest = asked.digest
-        with Client(asked.address) as client:
-            for case in asks:
-                is_missing = not kept.has(Experiment.SERVED, case.number)
-                if is_missing:
-                    matches, hits = await asyncio.to_thread(ask, client, case, digest)
-                    kept.add(
-                        Result(
-                            Experiment.SERVED,
-                            case.number,
-                            matches=tuple(matches),
-                            hits=tuple(hits),
-                        )
-                    )
-                pace.done(f"served conversation {case.number}", was_computed=is_missing)
+        for case in asks:
+            is_missing = not kept.has(Experiment.SERVED, case.number)
+            if is_missing:
+                matches, hits = await asyncio.to_thread(ask, client, case, digest)
+                served = (tuple(matches), tuple(hits))
+                kept.add(Result(Experiment.SERVED, case.number, matches=served[0], hits=served[1]))
+            pace.done(f"served conversation {case.number}", was_computed=is_missing)
 
 
 def _stacks(
@@ -237,7 +254,7 @@ def _stacks(
     """Sequences of the last conversations, which the others need not be of."""
     length = min(stack_length(lab.geometry), lab.max_tokens)
     numbers = reversed(range(len(conversations)))
-    cases = cases_of(conversations, numbers, renderer, lab.geometry, length)
+    cases = cases_of(conversations, numbers, renderer, lab.geometry, length, asked.seed)
     return list(islice(stack_of(cases, length), asked.stacks))
 
 
@@ -265,7 +282,8 @@ def _about(asked: Evaluation, lab: Laboratory, kept: ResultsFile, command: str) 
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}",
     }
-    return About(command, facts, lab.geometry.window, lab.anchor_interval)
+    default_tail = ClusterConfig().default_tail
+    return About(command, facts, lab.geometry.window, lab.anchor_interval, default_tail)
 
 
 def _too_short() -> RipresaError:
@@ -274,6 +292,13 @@ def _too_short() -> RipresaError:
         "none of the conversations is long enough for a hit; raise --limit, or name another file "
         "of --conversations",
     )
+
+
+def _leaves_out(case: Case, geometry: ReplayGeometry) -> bool:
+    """Whether both of its hits have rows that the arm without approximation needs not."""
+    if case.hit is None or case.answer is None:
+        return False
+    return min(case.hit, case.answer - 1) > reach(geometry)
 
 
 def _is_equal(difference: float, numerics: Numerics) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ripresa.cluster.evaluation.arms import (
+    EXACT,
     REFERENCE,
     Arm,
     answer_arms,
@@ -39,10 +40,12 @@ SEED = 0
 """Of recipes; greedy decoding draws nothing."""
 DEPTHS = (0, 1, 2, 4, 8, 16)
 """How many bounded hits lie behind one another."""
-GROWTH = (4, 6, 8, 12, 16)
-"""Lengths of prompts, in windows, whose cost is measured."""
-_BOUNDED = Arm("bounded", ReplayMode.BOUNDED, TailVariant.FLOORED)
-_TRIMMED = Arm("exact, trimmed tail", ReplayMode.EXACT, TailVariant.FLOORED)
+GROWTH = (2, 3, 4, 6, 8, 12, 16)
+"""Lengths of prompts, in windows, whose cost is measured: from the first that can have a hit on."""
+BOUNDED = Arm("bounded", ReplayMode.BOUNDED, TailVariant.FLOORED)
+TRIMMED = Arm("exact, trimmed tail", ReplayMode.EXACT, TailVariant.FLOORED)
+COLD = "cold, "
+"""Begins the names of arms that find nothing cached."""
 
 
 class Experiment(StrEnum):
@@ -80,8 +83,11 @@ class Result:
 
     Attributes:
         number: the case's.
+        hit: tokens of the cached prefix; None where there is not one.
         worst_exact: largest difference between a logit of the arm without approximation and the
             same one of the cold run; None where the experiment has no such arm.
+        exact_start: first encoder row that this arm computed. At 0 it left nothing out, and could
+            not have differed.
     """
 
     experiment: Experiment
@@ -90,7 +96,9 @@ class Result:
     matches: tuple[Match, ...] = ()
     costs: tuple[Cost, ...] = ()
     hits: tuple[Hit, ...] = ()
+    hit: int | None = None
     worst_exact: float | None = None
+    exact_start: int | None = None
 
 
 def stack_length(geometry: ReplayGeometry) -> int:
@@ -129,7 +137,7 @@ async def at_answer(lab: Laboratory, case: Case, answer: int, reference: Foretel
     num_blocks = (answer - window - geometry.rewind) // window
     for mode in (ReplayMode.EXACT, ReplayMode.CANONICAL):
         await lab.fill(token_ids, num_blocks, mode)
-    tally = _Tally(Experiment.ANSWER, case, window, answer)
+    tally = _Tally(Experiment.ANSWER, case, window, answer, num_blocks * window)
     planned: dict[tuple[ReplayMode, TailVariant], FirstExecution] = {}
     for arm in answer_arms(window):
         own = replace(arm, length=None)
@@ -141,7 +149,7 @@ async def at_answer(lab: Laboratory, case: Case, answer: int, reference: Foretel
         if arm.length is not None:
             run = await lab.plan(prompt, token_ids[answer], arm, recipe)
         told = await lab.foretell(token_ids, answer, arm, recipe)
-        tally.add(arm.name, expected, told, is_exact=arm == REFERENCE)
+        tally.add(arm.name, expected, told, recipe.start if arm == REFERENCE else None)
         tally.costs.append(_cost(arm.name, answer, run))
     return tally.result
 
@@ -157,17 +165,18 @@ async def at_hit(lab: Laboratory, case: Case, hit: int, reference: Foretelling) 
     token_ids = case.token_ids[:stop]
     expected = reference.cut(hit + 1, stop)
     await lab.fill(token_ids, hit // window, ReplayMode.EXACT)
-    tally = _Tally(Experiment.HIT, case, window, hit)
+    tally = _Tally(Experiment.HIT, case, window, hit, hit)
     for number, arm in enumerate(hit_arms(lab.geometry)):
         assert arm.length is not None
         recipe = hit_recipe(hit, arm.length, SEED)
         told = await lab.foretell(token_ids, stop - 1, arm, recipe, start=hit + 1)
-        tally.add(arm.name, expected, told, is_exact=number == 0)
+        tally.add(arm.name, expected, told, None if number else recipe.start)
     return tally.result
 
 
 async def stacked(lab: Laboratory, case: Case) -> Result:
-    """One prompt, whose prefix was computed behind more and more bounded hits.
+    """One prompt, whose prefix was computed behind more and more bounded hits, and the arm without
+    approximation behind an exact one.
 
     Every turn brings one window of new tokens, as a tool's answer does, and goes on from the blocks
     of the turn before, which are as approximate as that one was.
@@ -180,7 +189,7 @@ async def stacked(lab: Laboratory, case: Case) -> Result:
     length = _stack_prompt(geometry, num_blocks)
     prompt, following = case.token_ids[:length], case.token_ids[length]
     expected = await lab.cold(case.token_ids, length)
-    tally = _Tally(Experiment.STACK, case, window, length)
+    tally = _Tally(Experiment.STACK, case, window, length, num_blocks * window)
     for depth in (depth for depth in DEPTHS if depth < num_blocks):
         salt = f"stack {case.number} {depth}".encode()
         first = num_blocks - max(depth, 1) + 1
@@ -188,17 +197,19 @@ async def stacked(lab: Laboratory, case: Case) -> Result:
         for end in range(first, num_blocks):
             turn = _stack_prompt(geometry, end)
             await lab.step(case.token_ids[:turn], case.token_ids[turn], salt)
-        arm = _BOUNDED if depth else _TRIMMED
-        run = await lab.plan(prompt, following, arm, salt=salt)
-        if len(run.recipe.restarts) != depth or run.recipe.write_floor != num_blocks * window:
-            raise RipresaError(
-                ErrorCode.INTERNAL,
-                f"{len(run.recipe.restarts)} hits up to {run.recipe.write_floor} lie behind one "
-                f"another, {depth} up to {num_blocks * window} were asked for",
-            )
-        told = await lab.foretell(case.token_ids, length, arm, run.recipe, salt)
-        tally.add(str(depth), expected, told)
-        tally.costs.append(_cost(str(depth), length, run))
+        arms = {str(depth): BOUNDED} if depth else {EXACT: REFERENCE, str(depth): TRIMMED}
+        for name, arm in arms.items():
+            run = await lab.plan(prompt, following, arm, salt=salt)
+            recipe = run.recipe
+            if len(recipe.restarts) != depth or recipe.write_floor != num_blocks * window:
+                raise RipresaError(
+                    ErrorCode.INTERNAL,
+                    f"{len(recipe.restarts)} hits up to {recipe.write_floor} lie behind one "
+                    f"another, {depth} up to {num_blocks * window} were asked for",
+                )
+            told = await lab.foretell(case.token_ids, length, arm, recipe, salt)
+            tally.add(name, expected, told, recipe.start if arm == REFERENCE else None)
+            tally.costs.append(_cost(name, length, run))
     return tally.result
 
 
@@ -213,22 +224,28 @@ async def growth(lab: Laboratory, case: Case, num_repeats: int) -> Result:
             break
         prompt, following = case.token_ids[:length], case.token_ids[length]
         await lab.fill(case.token_ids, windows - 1, ReplayMode.EXACT)
-        for arm in (REFERENCE, _TRIMMED, _BOUNDED):
+        for arm in (REFERENCE, TRIMMED, BOUNDED):
             for _ in range(num_repeats):
                 costs.append(_cost(arm.name, length, await lab.plan(prompt, following, arm)))
-        for arm in (REFERENCE, _TRIMMED):
+        for arm in (REFERENCE, TRIMMED):
             for _ in range(num_repeats):
                 run = await lab.plan(prompt, following, arm, salt=b"nothing is cached")
-                costs.append(_cost(f"cold, {arm.name}", length, run))
+                costs.append(_cost(f"{COLD}{arm.name}", length, run))
     return Result(Experiment.GROWTH, case.number, costs=tuple(costs))
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Two computations of the same logits, and their largest difference."""
+    """Two computations of the same logits.
+
+    Attributes:
+        difference: the largest one.
+        start: first encoder row of the one that leaves rows out; None if both have the same rows.
+    """
 
     what: str
     difference: float
+    start: int | None = None
 
 
 async def self_test(lab: Laboratory, case: Case, num_decoded: int = 16) -> list[Check]:
@@ -249,10 +266,10 @@ async def self_test(lab: Laboratory, case: Case, num_decoded: int = 16) -> list[
     async for result in at_boundaries(lab, case):
         assert result.worst_exact is not None
         what = f"{result.experiment}: exact behind a hit, and a cold run"
-        checks.append(Check(what, result.worst_exact))
+        checks.append(Check(what, result.worst_exact, result.exact_start))
     stop = min(len(case.token_ids), case.answer + num_decoded)
     token_ids, prompt = case.token_ids[:stop], case.token_ids[: case.answer]
-    for arm in (REFERENCE, _TRIMMED, _BOUNDED):
+    for arm in (REFERENCE, TRIMMED, BOUNDED):
         run = await lab.plan(prompt, token_ids[case.answer], arm)
         at_once = await lab.foretell(token_ids, case.answer, arm, run.recipe)
         one_by_one = await lab.decode(token_ids, case.answer, arm)
@@ -264,20 +281,29 @@ async def self_test(lab: Laboratory, case: Case, num_decoded: int = 16) -> list[
 class _Tally:
     """Gathers a result, arm by arm."""
 
-    def __init__(self, experiment: Experiment, case: Case, window: int, boundary: int) -> None:
+    def __init__(
+        self, experiment: Experiment, case: Case, window: int, boundary: int, hit: int
+    ) -> None:
         self.costs: list[Cost] = []
         self._experiment = experiment
         self._case = case
         self._window = window
         self._boundary = boundary
+        self._hit = hit
         self._supervised = case.supervised
         self._groups: list[Group] = []
         self._matches: list[Match] = []
         self._worst: float | None = None
+        self._exact_start: int | None = None
 
     def add(
-        self, arm: str, expected: Foretelling, told: Foretelling, *, is_exact: bool = False
+        self,
+        arm: str,
+        expected: Foretelling,
+        told: Foretelling,
+        exact_start: int | None = None,
     ) -> None:
+        """Take in what an arm says; `exact_start` is that of the arm without approximation."""
         case = self._case
         differences = differences_of(expected, told, case.token_ids)
         self._groups += groups(
@@ -285,8 +311,8 @@ class _Tally:
         )
         placement = case.placement if self._experiment is Experiment.HIT else None
         self._matches += matches(arm, differences, told.start, case.answers, placement)
-        if is_exact:
-            self._worst = _worst(expected, told)
+        if exact_start is not None:
+            self._worst, self._exact_start = _worst(expected, told), exact_start
 
     @property
     def result(self) -> Result:
@@ -296,7 +322,9 @@ class _Tally:
             tuple(self._groups),
             tuple(self._matches),
             tuple(self.costs),
+            hit=self._hit,
             worst_exact=self._worst,
+            exact_start=self._exact_start,
         )
 
 

@@ -31,7 +31,7 @@ def line_chart(
     lines: Sequence[Line],
     lowest: float | None = None,
 ) -> str:
-    """A chart with an interval at every point.
+    """A chart with an interval at every point that has one.
 
     Args:
         places: on the x axis, equally far apart.
@@ -41,10 +41,10 @@ def line_chart(
     Raises:
         ValueError: there is no value to draw.
     """
-    values = [v for line in lines for v in line.values if v is not None]
+    values = [_ends(v) for line in lines for v in line.values if v is not None]
     if not values:
         raise ValueError("a chart needs a value")
-    scale = _Scale(min(v.low for v in values), max(v.high for v in values), lowest)
+    scale = _Scale(min(low for low, _ in values), max(high for _, high in values), lowest)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
@@ -135,10 +135,17 @@ def _drawn(line: Line, color: str, scale: _Scale, num_places: int, shift: float)
     path = " ".join(f"{x:.1f},{scale.y(value.mean):.1f}" for x, value in points)
     parts = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>']
     for x, value in points:
-        low, high, y = scale.y(value.low), scale.y(value.high), scale.y(value.mean)
+        low, high = (scale.y(end) for end in _ends(value))
+        y = scale.y(value.mean)
         parts.append(f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{color}"/>')
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
     return parts
+
+
+def _ends(value: Estimate) -> tuple[float, float]:
+    if value.low is None or value.high is None:
+        return value.mean, value.mean
+    return value.low, value.high
 
 
 def _text(

@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ripresa.cluster.evaluation.bootstrap import Estimate
-from ripresa.cluster.evaluation.experiments import Experiment
+from ripresa.cluster.evaluation.arms import EXACT
+from ripresa.cluster.evaluation.bootstrap import FEWEST, Estimate
+from ripresa.cluster.evaluation.crossing import Crossing, crossings
+from ripresa.cluster.evaluation.experiments import BOUNDED, DEPTHS, Experiment
 from ripresa.cluster.evaluation.measures import CONTEXT, OVERLAP, SUPERVISED, bucket_names
 from ripresa.cluster.evaluation.plots import Line, line_chart
 from ripresa.cluster.evaluation.summary import (
     ALL,
+    CheckRow,
     CostRow,
+    HitRow,
     MatchRow,
     ServedRow,
     Summary,
     TokenRow,
 )
+from ripresa.cluster.evaluation.tails import MATTERS, TailRow, chosen
+from ripresa.workers.replay import TailVariant
 
 RESULTS = "results.json"
 REPORT = "report.md"
@@ -45,12 +51,14 @@ class About:
         command: that makes it again.
         facts: name and value of everything that decides the numbers.
         window, anchor: W and A in tokens.
+        default_tail: what `ripresa serve` has for requests that name none.
     """
 
     command: str
     facts: Mapping[str, str]
     window: int
     anchor: int
+    default_tail: TailVariant = TailVariant.FLOORED
 
 
 def write_report(summary: Summary, about: About, report: Path, charts: Path) -> None:
@@ -91,20 +99,21 @@ def page(summary: Summary, about: About, links: Mapping[str, str]) -> str:
         facts=facts,
         window=about.window,
         anchor=about.anchor,
-        sections="\n".join(_sections(summary, about.window, links)),
+        fewest=FEWEST,
+        sections="\n".join(_sections(summary, about, links)),
     )
 
 
-def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterator[str]:
+def _sections(summary: Summary, about: About, links: Mapping[str, str]) -> Iterator[str]:
+    window = about.window
+
     def shown(*names: str) -> str:
         return "\n".join(links[name] for name in names if name in links)
 
-    yield "## Self-check\n"
-    for experiment, worst in summary.worst_exact.items():
-        yield (
-            f"- `{experiment}`: logits of the arm without approximation differ from the cold "
-            f"run's by at most {worst:.3g}.\n"
-        )
+    brief = list(_brief(summary, about))
+    if brief:
+        yield "## In brief\n\n" + "\n".join(brief) + "\n"
+    yield "## Self-check\n\n" + "\n".join(_checked(row) for row in summary.checks) + "\n"
     tables = {
         Experiment.ANSWER: (
             "The answer's boundary: what is served",
@@ -123,6 +132,9 @@ def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterat
         if not rows:
             continue
         yield f"## {title}\n\n{text}\n"
+        hits = [row for row in summary.hits if row.experiment == experiment]
+        if hits:
+            yield _hit_table(hits, window)
         halves = [half for where, half in _HALVES if where is experiment]
         yield shown(
             *(f"{experiment}-{half}-{kind}" for half in halves for kind in (SUPERVISED, CONTEXT)),
@@ -134,16 +146,16 @@ def _sections(summary: Summary, window: int, links: Mapping[str, str]) -> Iterat
             columns = [*bucket_names(window), ALL]
             yield from _token_tables(mine, "arm", columns, lambda row: row.bucket)
         yield from _match_tables([m for m in summary.matches if m.experiment == experiment])
-    tails = list(_tails(summary.tokens, window))
-    if tails:
-        yield "## Which tail\n\n" + "\n".join(tails) + "\n"
+    if summary.tails:
+        yield from _tails(summary.tails, about)
     rows = [row for row in summary.tokens if row.experiment == Experiment.STACK]
     if rows:
         yield (
             "## Boundaries behind boundaries\n\nOne and the same prompt and answer; its prefix was "
             "computed by so many turns of a tool loop, each a bounded hit on the blocks of the "
-            f"one before, with {window} new tokens a turn (conversations one behind the other). "
-            "0: an exact prefix, with the trimmed tail.\n"
+            f"one before, with {window} new tokens a turn. A sequence is several conversations, "
+            "one behind the other, and counts as one here. 0: an exact prefix, with the trimmed "
+            "tail.\n"
         )
         yield shown("stack")
         whole = [row for row in rows if row.bucket == ALL]
@@ -229,13 +241,14 @@ def _matrix(rows: Sequence[MatchRow], named: Sequence[tuple[str, MatchRow]], wha
             [
                 name,
                 str(first.num_messages),
+                str(first.num_conversations),
                 *[
                     _told(cells[name, arm].exact, ".2f") if (name, arm) in cells else ""
                     for arm in arms
                 ],
             ]
         )
-    return _table([what, "messages", *[f"`{arm}`" for arm in arms]], body)
+    return _table([what, "messages", "conversations", *[f"`{arm}`" for arm in arms]], body)
 
 
 def _task_order(name: str) -> tuple[int, str]:
@@ -244,27 +257,130 @@ def _task_order(name: str) -> tuple[int, str]:
     return (int(number) if number.isdigit() else 99, name)
 
 
-def _tails(rows: Iterable[TokenRow], window: int) -> Iterator[str]:
-    found = {
-        (row.arm, row.kind, row.bucket): row for row in rows if row.experiment == Experiment.ANSWER
+def _brief(summary: Summary, about: About) -> Iterator[str]:
+    """The figures that answer the page's question; each is in a table below as well."""
+    served, deepest = f"both {about.window}", str(max(DEPTHS))
+    said = {
+        (Experiment.ANSWER, served): "What is served by default, behind a hit",
+        (Experiment.HIT, served): "Both halves restarted at the end of a hit, served to nobody",
+        (Experiment.STACK, deepest): f"Behind {deepest} bounded hits behind one another",
     }
-    for half in ("decoder", "both"):
-        for kind in (SUPERVISED, CONTEXT):
-            pair = [
-                found.get((f"{half} {window}{suffix}", kind, ALL))
-                for suffix in ("", " layer_exact")
-            ]
-            if pair[0] is None or pair[1] is None:
-                continue
-            floored, whole = (row.measures for row in pair if row is not None)
-            closer = "floored" if floored["kl"].mean <= whole["kl"].mean else "layer_exact"
-            apart = floored["kl"].high < whole["kl"].low or whole["kl"].high < floored["kl"].low
+    found = {
+        (row.experiment, row.arm): row
+        for row in summary.tokens
+        if row.kind == SUPERVISED and row.bucket == ALL
+    }
+    for (experiment, arm), text in said.items():
+        row = found.get((experiment, arm))
+        if row is not None:
+            cases = "sequences" if experiment is Experiment.STACK else "conversations"
             yield (
-                f"- `{half} {window}`, {kind} tokens: KL {_told(floored['kl'], '.2e')} with "
-                f"`floored`, {_told(whole['kl'], '.2e')} with `layer_exact`; dNLL "
-                f"{_told(floored['difference'], '.4f', signed=True)} and "
-                f"{_told(whole['difference'], '.4f', signed=True)}. `{closer}` is closer"
-                f"{', and the intervals of KL are apart' if apart else ', within the intervals'}."
+                f"- {text} (experiment `{experiment}`, arm `{arm}`): KL "
+                f"{_told(row.measures['kl'], '.1e')} nats a token, the same top token for "
+                f"{row.measures['same top'].mean:.2%}, on {row.num_tokens:,} supervised tokens of "
+                f"{row.num_conversations} {cases}."
+            )
+    tail = chosen(summary.tails, served)
+    if tail is not None:
+        yield f"- The tail that should be the default: `{tail}` ([why](#which-tail))."
+    for crossing in crossings(summary.costs):
+        yield f"- {_crossed(crossing)}"
+
+
+def _checked(row: CheckRow) -> str:
+    able = f"in {row.num_able} of {row.num_cases} cases this arm began behind token 0"
+    if not row.num_able:
+        power = f"{able}: it left nothing out, so this says nothing"
+    else:
+        power = f"{able}, so that it left rows out and could have differed"
+    return (
+        f"- `{row.experiment}`: logits of the arm without approximation differ from the cold run's "
+        f"by at most {row.worst:.3g}; {power}."
+    )
+
+
+def _hit_table(rows: Sequence[HitRow], window: int) -> str:
+    """How long the cached prefixes are: the tables below are about such hits."""
+    return _table(
+        ["blocks of the hit", *[str(row.num_tokens // window) for row in rows]],
+        [["cases", *[str(row.num_cases) for row in rows]]],
+    )
+
+
+def _tails(rows: Sequence[TailRow], about: About) -> Iterator[str]:
+    served = f"both {about.window}"
+    yield (
+        "## Which tail\n\nBoth tails have the same tokens behind the same hits, so each "
+        "conversation's difference is drawn, and not the two apart. Above 0, `layer_exact` is "
+        "closer to the cold run.\n"
+    )
+    yield _table(
+        [
+            *["arm", "tokens", "conversations", "KL `floored`", "KL `layer_exact`"],
+            *["KL, difference", "dNLL, difference"],
+        ],
+        [
+            [
+                *[f"`{row.arm}`", f"{row.num_tokens} {row.kind}", str(row.num_conversations)],
+                *[_told(row.floored, ".2e"), _told(row.layer_exact, ".2e")],
+                *[_told(row.kl, ".2e", signed=True), _told(row.nll, ".2e", signed=True)],
+            ]
+            for row in rows
+        ],
+    )
+    yield "What `layer_exact` costs, a prompt up to its answer's first token:\n"
+    yield _table(
+        ["arm", "encoder row-layers", "more", "decoder row-layers", "more", "s, ratio"],
+        [
+            [
+                f"`{row.arm}`",
+                *[f"{part:.0f}" for part in (*row.encoder_row_layers, *row.decoder_row_layers)],
+                f"{row.seconds:.2f}",
+            ]
+            for row in {row.arm: row for row in rows}.values()
+        ],
+    )
+    yield (
+        "**Rule.** `floored` computes and hands over the least (`layer_exact` also hands over a "
+        "window of layer E's rows, and an exact or anchored hit computes them again), so it is "
+        "the default, unless `layer_exact` is "
+        f"closer in what is served by default (`{served}`, supervised tokens), beyond doubt and by "
+        "something that matters: the whole interval of the paired difference of KL lies above "
+        f"{MATTERS:.0e} nats a token.\n"
+    )
+    tail = chosen(rows, served)
+    if tail is None:
+        yield "**Choice.** None: there are too few conversations for an interval.\n"
+        return
+    (kl,) = [row.kl for row in rows if (row.arm, row.kind) == (served, SUPERVISED)]
+    agrees = "That is" if tail is about.default_tail else "That is not"
+    yield (
+        f"**Choice.** `{tail}`: the difference is {_told(kl, '.2e', signed=True)}. {agrees} what "
+        f"`ripresa serve` has for requests that name no tail (`default_tail: "
+        f"{about.default_tail}`).\n"
+    )
+
+
+def _crossed(crossing: Crossing) -> str:
+    """A sentence."""
+    first, last = crossing.ratios
+    measured = f"{crossing.shortest:,} to {crossing.longest:,} tokens"
+    shares = f"{first:.2f} of them at the shortest, {last:.2f} at the longest"
+    about = f"`{BOUNDED.name}` and `{crossing.other}` in {crossing.unit}"
+    match crossing.start:
+        case None:
+            return (
+                f"{about}: `{BOUNDED.name}` is not cheaper at the longest ({measured}; {shares})."
+            )
+        case crossing.shortest:
+            return (
+                f"{about}: they do not cross in the measured range ({measured}), "
+                f"`{BOUNDED.name}` is the cheaper at every length ({shares})."
+            )
+        case start:
+            return (
+                f"{about}: they cross before {start:,} tokens, from which on `{BOUNDED.name}` is "
+                f"the cheaper at every measured length ({measured}; {shares})."
             )
 
 
@@ -286,6 +402,7 @@ def _costs(rows: Sequence[CostRow], charts: str) -> Iterator[str]:
             "length:\n"
         )
         yield charts
+        yield "\n".join(f"- {_crossed(crossing)}" for crossing in crossings(rows)) + "\n"
         body = [[f"`{row.arm}`", str(row.num_tokens), *_cost_cells(row)] for row in grown]
         yield _table(["arm", "prompt", *head[1:]], body)
 
@@ -354,7 +471,7 @@ def _stack_chart(rows: Iterable[TokenRow]) -> Iterator[tuple[str, str]]:
     found = {
         (row.kind, row.arm): row.measures["kl"]
         for row in rows
-        if row.experiment == Experiment.STACK and row.bucket == ALL
+        if row.experiment == Experiment.STACK and row.bucket == ALL and row.arm != EXACT
     }
     if found:
         depths = list(dict.fromkeys(depth for _, depth in found))
@@ -385,11 +502,14 @@ def _cost_charts(rows: Sequence[CostRow]) -> Iterator[tuple[str, str]]:
 
 def _row_layers(row: CostRow) -> Estimate:
     total = row.encoder_row_layers + row.decoder_row_layers
-    return Estimate(total, total, total)
+    return Estimate(total)
 
 
 def _told(estimate: Estimate, form: str, *, signed: bool = False) -> str:
+    """`1.0 (0.9 to 1.2)`, with a dash where there is no interval."""
     form = f"+{form}" if signed else form
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.mean:{form}} (–)"
     return f"{estimate.mean:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
 
 

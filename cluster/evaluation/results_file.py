@@ -1,16 +1,19 @@
 """What is known of an evaluation that was stopped? JSON lines, one a finished experiment and case.
 
 The first line says what is evaluated. A line is appended whole; what a kill left of the last one is
-cut off when the evaluation goes on.
+cut off when the evaluation goes on. One evaluation at a time has the file, by a lock that ends with
+its process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
@@ -20,14 +23,14 @@ from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 
 FILE = "samples.jsonl"
 FORMAT = "ripresa replay evaluation"
-VERSION = 1
+VERSION = 2
 
 Settings = Mapping[str, Any]
 """Whatever changes results, as JSON has it."""
 
 
 class ResultsFile:
-    """The results of one evaluation, in a folder.
+    """The results of one evaluation, in a folder that is this one's until its `with` block ends.
 
     Attributes:
         path: the file.
@@ -39,17 +42,51 @@ class ResultsFile:
 
         Raises:
             InvalidArgument: it holds another evaluation's results, or is no such file.
-            RipresaError: FAILED_PRECONDITION; it cannot be written.
+            RipresaError: FAILED_PRECONDITION; it cannot be written, or another evaluation is under
+                way there.
         """
         self.path = folder / FILE
         self.results: list[Result] = []
         head = {"format": FORMAT, "version": VERSION, **settings}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not self.path.exists() or not self.path.stat().st_size:
+            self._lock = open(self.path, "ab")  # noqa: SIM115
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            self._begin(head)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        self._lock.close()
+
+    def _begin(self, head: Settings) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.path.stat().st_size:
+                self._read(head)
+            else:
                 self._append(head)
-                return
-            self._read(head)
+        except BlockingIOError as error:
+            raise RipresaError(
+                ErrorCode.FAILED_PRECONDITION,
+                f"another evaluation is writing to {self.path}; wait for its end, or name another "
+                "--out",
+            ) from error
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -57,7 +94,7 @@ class ResultsFile:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if not whole:  # not even the first line was written
-            self.path.write_bytes(b"")
+            os.truncate(self.path, 0)
             self._append(head)
             return
         if len(whole) < len(content):
@@ -108,7 +145,9 @@ def _result(line: Mapping[str, Any]) -> Result:
         tuple(Match(**each) for each in line["matches"]),
         tuple(Cost(**each) for each in line["costs"]),
         tuple(Hit(**each) for each in line["hits"]),
+        line["hit"],
         line["worst_exact"],
+        line["exact_start"],
     )
 
 

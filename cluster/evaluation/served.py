@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ripresa.cluster.client import Client
+from ripresa.cluster.client import Answer, Client, Completed
 from ripresa.cluster.evaluation.arms import EXACT, Arm
 from ripresa.cluster.evaluation.cases import Case
 from ripresa.cluster.evaluation.measures import Match
@@ -52,13 +52,26 @@ class Hit:
     seconds: float | None
 
 
+def check_served(client: Client, token_id: int, weights_digest: str) -> None:
+    """Have one token generated, so that a gateway that cannot be asked is known beforehand.
+
+    Args:
+        token_id: the prompt.
+
+    Raises:
+        RipresaError: as `ask` does.
+    """
+    client.wait_until_connected(CONNECT_TIMEOUT_S)
+    told = client.generate([token_id], temperature=0.0, max_tokens=1).answer()
+    _require_weights(told, weights_digest)
+
+
 def ask(client: Client, case: Case, weights_digest: str) -> tuple[list[Match], list[Hit]]:
     """Every message of a conversation in every mode, the modes beside one another.
 
     Raises:
         RipresaError: FAILED_PRECONDITION; other weights are served. Or what the call fails with.
     """
-    client.wait_until_connected(CONNECT_TIMEOUT_S)
     with ThreadPoolExecutor(len(ARMS)) as pool:
         asked = [pool.submit(_ask_in, client, case, arm, weights_digest) for arm in ARMS]
         answers = [each.result() for each in asked]
@@ -85,25 +98,31 @@ def _ask_in(
             temperature=0.0,
             max_tokens=len(said) + 1,
         ).answer()
-        assert told.completed is not None
-        if told.completed.build.weights_digest != weights_digest:
-            raise RipresaError(
-                ErrorCode.FAILED_PRECONDITION,
-                "the gateway serves other weights than the evaluated ones; name its checkpoint "
-                "with --checkpoint, or serve that one",
-            )
+        completed = _require_weights(told, weights_digest)
         is_exact = told.token_ids == said and told.reason == "stop"
         matches.append(Match(arm.name, answer.task, None, is_exact))
-        recipe = recipe_of(told.completed.cache, told.completed.build.seed)
+        recipe = recipe_of(completed.cache, completed.build.seed)
         hits.append(
             Hit(
                 arm.name,
                 recipe.kind.value,
                 answer.start,
                 recipe.start,
-                told.completed.cache.recomputed_tokens,
-                told.completed.cache.bounded_generations,
-                told.completed.timings.time_to_first_token_s,
+                completed.cache.recomputed_tokens,
+                completed.cache.bounded_generations,
+                completed.timings.time_to_first_token_s,
             )
         )
     return matches, hits
+
+
+def _require_weights(told: Answer, weights_digest: str) -> Completed:
+    completed = told.completed
+    assert completed is not None
+    if completed.build.weights_digest != weights_digest:
+        raise RipresaError(
+            ErrorCode.FAILED_PRECONDITION,
+            "the gateway serves other weights than the evaluated ones; name its checkpoint "
+            "with --checkpoint, or serve that one",
+        )
+    return completed

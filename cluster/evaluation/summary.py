@@ -12,6 +12,7 @@ from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
 from ripresa.cluster.evaluation.measures import Group, Match
 from ripresa.cluster.evaluation.served import Hit
+from ripresa.cluster.evaluation.tails import TailRow, tail_rows
 
 ALL = "all"
 """All buckets, or all tasks, together."""
@@ -90,19 +91,40 @@ class ServedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """Everything that tables and plots show.
+class CheckRow:
+    """The arm without approximation, held against the cold run.
 
     Attributes:
-        worst_exact: by experiment, the largest difference of a logit between the arm without
-            approximation and the cold run.
+        num_able: cases in which it left rows out, and so could have differed.
+        worst: the largest difference of a logit.
     """
+
+    experiment: str
+    num_cases: int
+    num_able: int
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class HitRow:
+    """How many of an experiment's cases have a cached prefix of so many tokens."""
+
+    experiment: str
+    num_tokens: int
+    num_cases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Everything that tables and plots show."""
 
     tokens: tuple[TokenRow, ...]
     matches: tuple[MatchRow, ...]
     costs: tuple[CostRow, ...]
     served: tuple[ServedRow, ...]
-    worst_exact: dict[str, float]
+    checks: tuple[CheckRow, ...]
+    hits: tuple[HitRow, ...]
+    tails: tuple[TailRow, ...]
 
 
 def summarise(results: Sequence[Result], seed: int) -> Summary:
@@ -111,17 +133,14 @@ def summarise(results: Sequence[Result], seed: int) -> Summary:
     Args:
         seed: of the bootstrap.
     """
-    worst: dict[str, float] = {}
-    for result in results:
-        if result.worst_exact is not None:
-            known = worst.get(result.experiment, 0.0)
-            worst[result.experiment] = max(known, result.worst_exact)
     return Summary(
         tuple(_token_rows(results, seed)),
         tuple(_match_rows(results, seed)),
         tuple(_cost_rows(results)),
         tuple(_served_rows(results)),
-        worst,
+        tuple(_check_rows(results)),
+        tuple(_hit_rows(results)),
+        tuple(tail_rows(results, seed)),
     )
 
 
@@ -179,6 +198,23 @@ def _cost_rows(results: Sequence[Result]) -> Iterable[CostRow]:
             decoder_row_layers=_mean(costs, lambda cost: cost.decoder_row_layers),
             seconds=_quartiles([cost.seconds for cost in costs]),
         )
+
+
+def _check_rows(results: Sequence[Result]) -> Iterable[CheckRow]:
+    found: dict[str, list[tuple[float, int]]] = {}
+    for result in results:
+        if result.worst_exact is not None and result.exact_start is not None:
+            told = (result.worst_exact, result.exact_start)
+            found.setdefault(result.experiment.value, []).append(told)
+    for experiment, checks in found.items():
+        num_able = sum(start > 0 for _, start in checks)
+        yield CheckRow(experiment, len(checks), num_able, max(worst for worst, _ in checks))
+
+
+def _hit_rows(results: Sequence[Result]) -> Iterable[HitRow]:
+    found = Counter((r.experiment.value, r.hit) for r in results if r.hit is not None)
+    for (experiment, num_tokens), number in sorted(found.items()):
+        yield HitRow(experiment, num_tokens, number)
 
 
 def _mean(costs: Sequence[Cost], of: Callable[[Cost], int]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import shutil
+import socket
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner, Result
 from tiny_model import tiny_checkpoint
 
 from ripresa.cluster.cli import FAILED, MISUSED, cli
+from ripresa.cluster.cli_eval import _command
 from ripresa.cluster.evaluation.cases import read_conversations
 from ripresa.cluster.evaluation.experiments import DEPTHS, Experiment
 from ripresa.cluster.evaluation.results_file import FILE as SAMPLES
@@ -60,25 +63,31 @@ def test_results_have_every_experiment(finished: Path) -> None:
     document = json.loads((finished / "out" / "results.json").read_text())
     assert {row["experiment"] for row in document["tokens"]} == {"answer", "hit", "stack"}
     assert {row["experiment"] for row in document["costs"]} == {"answer", "stack", "growth"}
-    assert document["worst_exact"] == {"answer": 0.0, "hit": 0.0}
+    checks = {row["experiment"]: row for row in document["checks"]}
+    assert set(checks) == {"answer", "hit", "stack"}
+    for row in checks.values():
+        assert row["worst"] == 0
+        assert row["num_able"] == row["num_cases"] > 0
     for row in document["tokens"]:
         assert row["num_tokens"] > 0
         for estimate in row["measures"].values():
-            assert estimate["low"] <= estimate["mean"] <= estimate["high"]
+            assert estimate["low"] is estimate["high"] is None, "of two conversations"
+            assert estimate["mean"] == estimate["mean"]
         if row["arm"] == "exact":
             assert row["measures"]["kl"]["mean"] == 0
     stacks = {row["arm"] for row in document["tokens"] if row["experiment"] == "stack"}
-    assert stacks == {str(depth) for depth in DEPTHS}
+    assert stacks == {"exact", *(str(depth) for depth in DEPTHS)}
 
 
 def test_the_page_shows_tables_and_charts_that_exist(finished: Path) -> None:
     for page in (finished / "page.md", finished / "out" / "report.md"):
         text = page.read_text()
-        charts = [part.split(")")[0] for part in text.split("](")[1:]]
+        charts = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
         assert len(charts) > 8
         for chart in charts:
             ElementTree.parse(page.parent / chart)
-        for name in ("`both 8 layer_exact`", "Which tail", "Exact match", "may be concluded"):
+        named = ("In brief", "Which tail", "cross", "may be concluded")
+        for name in ("`both 8 layer_exact`", "(–)", *named):
             assert name in text
         tables = [line for line in text.splitlines() if line.startswith("|")]
         assert len(tables) > 60
@@ -117,6 +126,46 @@ def test_the_self_test_passes(checkpoint: Path) -> None:
     lines = [line for line in result.output.splitlines() if line.startswith("conversation")]
     assert len(lines) == 10
     assert all(line.endswith("ok") for line in lines)
+    assert "4 of 4 hits left rows out" in result.output
+
+
+def test_a_self_test_that_could_not_fail_does_not_pass(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ripresa.cluster.evaluation.evaluate.reach", lambda geometry: 9999)
+    result = ripresa("--checkpoint", checkpoint, "--self-test")
+    assert result.exit_code == FAILED
+    assert "nothing could have failed" in result.output
+
+
+def test_a_gateway_is_asked_before_anything_is_computed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ripresa.cluster.evaluation.served.CONNECT_TIMEOUT_S", 0.1)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        result = ripresa("--checkpoint", checkpoint, "--out", tmp_path, "--address", address)
+    assert result.exit_code == FAILED
+    assert address in result.output
+    assert "rendering" not in result.output
+
+
+def test_a_folder_is_one_evaluations_at_a_time(checkpoint: Path, tmp_path: Path) -> None:
+    with ResultsFile(tmp_path, SETTINGS):
+        before = (tmp_path / SAMPLES).read_bytes()
+        result = ripresa("--checkpoint", checkpoint, "--out", tmp_path)
+        assert result.exit_code == FAILED
+        assert "another evaluation is writing" in result.output
+        assert (tmp_path / SAMPLES).read_bytes() == before
+    with ResultsFile(tmp_path, SETTINGS) as kept:
+        assert kept.results == []
+
+
+def test_a_key_is_not_in_the_page() -> None:
+    told = _command(["eval", "replay", "--api-key", "s3cret", "--api-key=s3cret"], "s3cret")
+    assert told == "ripresa eval replay --api-key KEY --api-key=KEY"
+    assert _command(["eval", "replay"], "") == "ripresa eval replay"
 
 
 @pytest.mark.slow
@@ -148,7 +197,7 @@ def test_an_arm_that_should_be_exact_and_is_not_fails_the_evaluation(
     [
         ((), MISUSED, "--out"),
         (("--out", "{out}", "--limit", "0"), MISUSED, "--limit"),
-        (("--out", "{out}", "--checkpoint", "{missing}"), MISUSED, "config.json"),
+        (("--out", "{out}", "--checkpoint", "{missing}"), MISUSED, "--checkpoint: {missing}/"),
         (("--out", "{out}", "--checkpoint", "{bare}"), MISUSED, "tokenizer.json"),
         (("--out", "{out}", "--conversations", "{missing}"), MISUSED, "cannot be read"),
         (("--out", "{out}", "--conversations", "{text}"), MISUSED, "no file of conversations"),
@@ -177,7 +226,7 @@ def test_bad_input_is_refused(
         given += ["--checkpoint", str(checkpoint)]
     result = ripresa(*given)
     assert result.exit_code == code, result.output
-    assert said in result.output
+    assert said.format(**places) in result.output
 
 
 def test_results_that_are_none_are_refused_and_kept(tmp_path: Path) -> None:
@@ -189,8 +238,10 @@ def test_results_that_are_none_are_refused_and_kept(tmp_path: Path) -> None:
         assert refused.value.code is ErrorCode.INVALID_ARGUMENT
         assert samples.read_bytes() == content
     samples.write_bytes(b'{"for')  # a kill while the first line was written
-    assert ResultsFile(tmp_path, SETTINGS).results == []
-    assert ResultsFile(tmp_path, SETTINGS).has(Experiment.HIT, 0) is False
+    with ResultsFile(tmp_path, SETTINGS) as kept:
+        assert kept.results == []
+    with ResultsFile(tmp_path, SETTINGS) as kept:
+        assert kept.has(Experiment.HIT, 0) is False
 
 
 def test_a_full_disk_is_told_and_loses_nothing(
@@ -198,18 +249,18 @@ def test_a_full_disk_is_told_and_loses_nothing(
 ) -> None:
     from ripresa.cluster.evaluation.experiments import Result as Measured
 
-    kept = ResultsFile(tmp_path, SETTINGS)
-    kept.add(Measured(Experiment.HIT, 1))
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ripresa.cluster.evaluation.results_file.os.fsync", full)
-    with pytest.raises(RipresaError, match="No space left") as refused:
-        kept.add(Measured(Experiment.HIT, 2))
+    with ResultsFile(tmp_path, SETTINGS) as kept:
+        kept.add(Measured(Experiment.HIT, 1))
+        monkeypatch.setattr("ripresa.cluster.evaluation.results_file.os.fsync", full)
+        with pytest.raises(RipresaError, match="No space left") as refused:
+            kept.add(Measured(Experiment.HIT, 2))
     assert refused.value.code is ErrorCode.FAILED_PRECONDITION
     monkeypatch.undo()
-    assert ResultsFile(tmp_path, SETTINGS).has(Experiment.HIT, 1)
+    with ResultsFile(tmp_path, SETTINGS) as kept:
+        assert kept.has(Experiment.HIT, 1)
 
 
 def test_the_committed_set_is_read_by_default() -> None:

@@ -47,9 +47,10 @@ GEOMETRY = ReplayGeometry(WINDOW, REWIND, ENCODER_LAYERS, DECODER_LAYERS)
 ANSWER = 60
 """Length of the prompt; its hit ends at 40."""
 TOKENS = tuple(random.Random(1).choices(range(96), k=longest_case(GEOMETRY)))
-CASE = make_case(
-    0, TOKENS[:130], [Answer("T1 call", ANSWER, 70), Answer("T2 read near", 90, 100)], GEOMETRY
+CASE = Case(
+    0, TOKENS[:130], 64, ANSWER, (Answer("T1 call", ANSWER, 70), Answer("T2 read near", 90, 100))
 )
+"""The exact arm needs 4(W - 1) = 28 rows before one, so it leaves some out at both boundaries."""
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +89,18 @@ def kl_of(result: Result, arm: str) -> float:
 
 
 def test_both_boundaries(results: dict[Experiment, Result]) -> None:
-    assert (CASE.answer, CASE.hit) == (ANSWER, 64)
     assert set(results) == {Experiment.ANSWER, Experiment.HIT}
     for result in results.values():
         assert result.worst_exact == 0.0
+        assert result.exact_start
         assert kl_of(result, "exact") == 0.0
         exact = [group for group in result.groups if group.arm == "exact"]
         for group in exact:
             assert group.sums["same top"] == group.num_tokens
             assert all(group.sums[f"overlap of layer {x}"] == group.num_tokens for x in (1, 2, 3))
     answer, hit = results[Experiment.ANSWER], results[Experiment.HIT]
+    assert (answer.hit, hit.hit) == (40, 64)
+    assert hit.exact_start == 64 - 4 * (WINDOW - 1)
     arms = [arm.name for arm in answer_arms(WINDOW)]
     assert list(dict.fromkeys(group.arm for group in answer.groups)) == arms
     assert kl_of(answer, "decoder 0") > kl_of(answer, "decoder 4") > 0
@@ -149,9 +152,11 @@ async def test_the_planner_knows_the_window_and_the_evaluation_every_length(
 async def test_stacked_boundaries_lie_behind_one_another(lab: Laboratory) -> None:
     case = Case(1, TOKENS[: stack_length(GEOMETRY)], None, None, (Answer("T", 150, 156),))
     result = await stacked(lab, case)
-    assert [cost.arm for cost in result.costs] == [str(depth) for depth in DEPTHS]
-    assert [cost.kind for cost in result.costs] == [PlanKind.REBUILD] + 5 * [PlanKind.BOUNDED]
-    assert {cost.num_skipped for cost in result.costs[1:]} == {16 * WINDOW}
+    assert [cost.arm for cost in result.costs] == ["exact", *map(str, DEPTHS)]
+    assert [cost.kind for cost in result.costs] == 2 * [PlanKind.REBUILD] + 5 * [PlanKind.BOUNDED]
+    assert {cost.num_skipped for cost in result.costs[2:]} == {16 * WINDOW}
+    assert (result.hit, result.worst_exact) == (17 * WINDOW, 0.0)
+    assert result.exact_start
     assert len({kl_of(result, str(depth)) for depth in DEPTHS}) == len(DEPTHS)
     assert kl_of(result, "16") > kl_of(result, "0")
 
@@ -162,8 +167,10 @@ async def test_growing_prompts_skip_more_and_cost_no_more(lab: Laboratory) -> No
     by_arm: dict[str, list[int]] = {}
     for cost in result.costs:
         by_arm.setdefault(cost.arm, []).append(cost.encoder_row_layers)
-    assert len(set(by_arm["bounded"])) == 1
-    assert len(set(by_arm["exact"])) == 1
+    # The shortest prompts have too few cached blocks for a replay to leave anything out.
+    assert len(set(by_arm["bounded"][1:])) == 1
+    assert len(set(by_arm["exact"][2:])) == 1
+    assert by_arm["exact"][0] <= by_arm["cold, exact"][0]
     cold = by_arm["cold, exact"]
     assert cold == sorted(set(cold))
     assert cold[-1] == ENCODER_LAYERS * (16 * WINDOW + REWIND)
@@ -173,6 +180,7 @@ async def test_the_self_test_compares_hits_and_decoding(lab: Laboratory) -> None
     checks = await self_test(lab, CASE, 6)
     assert len(checks) == 5
     assert [check.difference for check in checks] == [0.0] * 5
+    assert [bool(check.start) for check in checks] == [True, True, False, False, False]
     with pytest.raises(RipresaError) as refused:
         await self_test(lab, replace(CASE, hit=None))
     assert refused.value.code is ErrorCode.FAILED_PRECONDITION
@@ -199,13 +207,27 @@ async def test_a_hit_that_was_evicted_is_no_result(lab: Laboratory) -> None:
 
 
 def test_boundaries_are_chosen_where_a_hit_can_end() -> None:
-    short = make_case(0, TOKENS[:17], [Answer("T", 4, 9)], GEOMETRY)
+    short = make_case(0, TOKENS[:17], [Answer("T", 4, 9)], GEOMETRY, 0)
     assert (short.hit, short.answer) == (None, None)
-    straddle = make_case(0, TOKENS[:99], [Answer("T", 40, 50)], GEOMETRY, 48, "across b")
+    straddle = make_case(0, TOKENS[:99], [Answer("T", 40, 50)], GEOMETRY, 0, 48, "across b")
     assert (straddle.hit, straddle.answer, straddle.placement) == (48, 40, "across b")
+    beside = make_case(0, TOKENS[:99], [Answer("T", 40, 50)], GEOMETRY, 0, 49, "across b")
+    assert beside.hit is None
     assert CASE.supervised == frozenset([*range(60, 70), *range(90, 100)])
-    cut = make_case(0, TOKENS[:65], CASE.answers, GEOMETRY)
+    cut = make_case(0, TOKENS[:65], CASE.answers, GEOMETRY, 0)
     assert (cut.answers, cut.answer) == ((), None)
+
+
+def test_boundaries_are_drawn_from_all_places_by_the_seed() -> None:
+    answers = [Answer("T", start, start + 2) for start in (8, 29, 30, 60, 126)]
+    drawn = [make_case(0, TOKENS[:130], answers, GEOMETRY, seed) for seed in range(300)]
+    assert {case.hit for case in drawn} == set(range(16, 126, WINDOW))
+    assert {case.answer for case in drawn} == {30, 60, 126}
+    assert drawn[7] == make_case(0, TOKENS[:130], answers, GEOMETRY, 7)
+    others = {make_case(number, TOKENS[:130], answers, GEOMETRY, 0).hit for number in range(20)}
+    assert len(others) > 3, "one seed gives every conversation places of its own"
+    last = make_case(0, TOKENS[:130], answers, GEOMETRY, None)
+    assert (last.hit, last.answer) == (120, 126)
 
 
 def test_conversations_are_spread_and_joined() -> None:

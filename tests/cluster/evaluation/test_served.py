@@ -12,7 +12,7 @@ from ripresa.cluster.client import Client
 from ripresa.cluster.evaluation.cases import Answer, Case
 from ripresa.cluster.evaluation.experiments import Experiment, Result
 from ripresa.cluster.evaluation.report import About, page
-from ripresa.cluster.evaluation.served import ARMS, ask
+from ripresa.cluster.evaluation.served import ARMS, ask, check_served
 from ripresa.cluster.evaluation.summary import ALL, summarise
 from ripresa.cluster.routing.prompt import PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
@@ -82,7 +82,13 @@ def test_only_the_whole_message_matches(talking: GatewayThread) -> None:
 
 
 def test_other_weights_are_refused(talking: GatewayThread) -> None:
-    with Client(talking.address) as client, pytest.raises(RipresaError) as refused:
-        ask(client, CASE, "cd34")
-    assert refused.value.code is ErrorCode.FAILED_PRECONDITION
-    assert "--checkpoint" in refused.value.message
+    with Client(talking.address) as client:
+        check_served(client, 4, "ab12")
+        for refused_by in (
+            lambda: ask(client, CASE, "cd34"),
+            lambda: check_served(client, 4, "cd34"),
+        ):
+            with pytest.raises(RipresaError) as refused:
+                refused_by()
+            assert refused.value.code is ErrorCode.FAILED_PRECONDITION
+            assert "--checkpoint" in refused.value.message

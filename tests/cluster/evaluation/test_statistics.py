@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
+from ripresa.cluster.evaluation.bootstrap import FEWEST, Estimate, ratio
 from ripresa.cluster.evaluation.cases import Answer
+from ripresa.cluster.evaluation.crossing import crossings
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
 from ripresa.cluster.evaluation.laboratory import Foretelling
 from ripresa.cluster.evaluation.measures import (
+    SUPERVISED,
     Group,
     Match,
     bucket_names,
@@ -22,8 +24,11 @@ from ripresa.cluster.evaluation.measures import (
     matches,
 )
 from ripresa.cluster.evaluation.plots import Line, line_chart
+from ripresa.cluster.evaluation.report import About, page
 from ripresa.cluster.evaluation.selections import Selections, overlap
 from ripresa.cluster.evaluation.summary import ALL, summarise
+from ripresa.cluster.evaluation.tails import MATTERS, chosen, tail_rows
+from ripresa.workers.replay import TailVariant
 
 WINDOW = 8
 
@@ -40,9 +45,16 @@ def test_the_interval_of_many_groups_is_that_of_the_normal_distribution() -> Non
 
 
 def test_groups_count_by_their_items_and_are_drawn_whole() -> None:
-    found = ratio([100.0, 0.0], [100.0, 300.0], seed=0)
-    assert (found.mean, found.low, found.high) == (0.25, 0.0, 1.0)
-    assert ratio([6.0], [3.0], seed=0) == Estimate(2.0, 2.0, 2.0)
+    found = ratio([500.0] + 4 * [0.0], [100.0] + 4 * [100.0], seed=0)
+    assert (found.mean, found.low, found.high) == (1.0, 0.0, 3.0)
+    heavy = ratio([900.0] + 4 * [0.0], [900.0] + 4 * [25.0], seed=0)
+    assert (heavy.mean, heavy.low) == (0.9, 0.0)
+
+
+def test_few_conversations_have_no_interval() -> None:
+    assert ratio([6.0], [3.0], seed=0) == Estimate(2.0, None, None)
+    assert ratio((FEWEST - 1) * [6.0], (FEWEST - 1) * [3.0], seed=0) == Estimate(2.0)
+    assert ratio(FEWEST * [6.0], FEWEST * [3.0], seed=0) == Estimate(2.0, 2.0, 2.0)
     for totals, counts in (([], []), ([1.0], [0.0])):
         with pytest.raises(ValueError, match="conversation"):
             ratio(totals, counts, seed=0)
@@ -126,31 +138,108 @@ def test_a_summary_adds_up_conversations() -> None:
             ),
             (Match("x", "T1", None, value > 1), Match("x", "T2", "across b", True)),
             (Cost("x", "bounded", 60, 8, 10 * number, 4, float(number)),),
+            hit=8 * (number % 2),
             worst_exact=value / 10,
+            exact_start=number,
         )
-        for number, value in enumerate((1.0, 2.0, 3.0))
+        for number, value in enumerate((1.0, 2.0, 3.0, 2.0, 2.0))
     ]
     found = summarise(results, seed=1)
     by_bucket = {row.bucket: row for row in found.tokens}
-    assert by_bucket[ALL].num_tokens == 15
-    assert by_bucket["[0,1)"].num_conversations == 3
-    assert by_bucket[ALL].measures["kl"].mean == pytest.approx(2.0)
-    assert 1.0 <= by_bucket[ALL].measures["kl"].low < 2.0 < by_bucket[ALL].measures["kl"].high
+    assert by_bucket[ALL].num_tokens == 25
+    assert by_bucket["[0,1)"].num_conversations == 5
+    kl = by_bucket[ALL].measures["kl"]
+    assert kl.low is not None
+    assert kl.high is not None
+    assert kl.mean == pytest.approx(2.0)
+    assert 1.0 <= kl.low < 2.0 < kl.high
     exact = {(row.task, row.placement): row.exact.mean for row in found.matches}
-    assert exact["T1", None] == pytest.approx(2 / 3)
+    assert exact["T1", None] == pytest.approx(4 / 5)
     assert exact["T2", "across b"] == 1.0
-    assert exact[ALL, None] == pytest.approx(5 / 6)
+    assert exact[ALL, None] == pytest.approx(9 / 10)
     (cost,) = found.costs
     assert cost.num_tokens is None
-    assert (cost.encoder_row_layers, cost.seconds) == (10.0, Estimate(1.0, 0.5, 1.5))
-    assert found.worst_exact == {"answer": 0.3}
+    assert (cost.encoder_row_layers, cost.seconds) == (20.0, Estimate(2.0, 1.0, 3.0))
+    (check,) = found.checks
+    assert (check.num_cases, check.num_able, check.worst) == (5, 4, 0.3)
+    assert [(row.num_tokens, row.num_cases) for row in found.hits] == [(0, 3), (8, 2)]
+
+
+def tail_sums(kl: float) -> dict[str, float]:
+    return {**sums(kl, 10), "reference nll": 0.0, "difference": 10 * kl, "same top": 10.0}
+
+
+def tail_results(floored: float, whole: float) -> list[Result]:
+    """Conversations of very different KL, whose tails differ by the same in all of them."""
+    return [
+        Result(
+            Experiment.ANSWER,
+            number,
+            (
+                Group("both 8", SUPERVISED, "[0,1)", 10, tail_sums(number + floored)),
+                Group("both 8 layer_exact", SUPERVISED, "[0,1)", 10, tail_sums(number + whole)),
+            ),
+            costs=(
+                Cost("both 8", "bounded", 60, 8, 100, 40, 2.0),
+                Cost("both 8 layer_exact", "bounded", 60, 8, 130, 40, 3.0),
+            ),
+        )
+        for number in range(FEWEST)
+    ]
+
+
+def test_tails_are_compared_in_pairs_and_the_cheaper_is_kept_unless_it_matters() -> None:
+    for floored, whole, tail in (
+        (2 * MATTERS, 0.0, TailVariant.LAYER_EXACT),
+        (MATTERS / 2, 0.0, TailVariant.FLOORED),
+        (0.0, 2 * MATTERS, TailVariant.FLOORED),
+    ):
+        (row,) = summarise(tail_results(floored, whole), seed=0).tails
+        assert row.floored.low is not None
+        assert row.floored.high is not None
+        assert row.floored.high - row.floored.low > 1, "apart, they are no evidence"
+        for end in (row.kl.low, row.kl.mean, row.kl.high, row.nll.mean):
+            assert end == pytest.approx(floored - whole)
+        assert (row.encoder_row_layers, row.decoder_row_layers) == ((100, 30), (40, 0))
+        assert row.seconds == 1.5
+        assert chosen([row], "both 8") is tail
+        assert chosen([row], "both 16") is None
+        text = page(summarise(tail_results(floored, whole), seed=0), About("x", {}, 8, 32), {})
+        assert f"**Choice.** `{tail}`" in text
+        assert ("That is what" in text) == (tail is TailVariant.FLOORED)
+    few = list(tail_rows(tail_results(1.0, 0.0)[:-1], seed=0))
+    assert chosen(few, "both 8") is None
+
+
+def test_where_exact_and_bounded_cross_is_said() -> None:
+    costs = [
+        Cost(arm, "bounded", length, 0, rows, 0, seconds)
+        for length, of in {20: (40, 9.0), 30: (50, 1.0), 40: (60, 2.0)}.items()
+        for arm, (rows, seconds) in {"bounded": (40, 5.0), "exact": of}.items()
+    ]
+    summary = summarise([Result(Experiment.GROWTH, 0, costs=tuple(costs))], seed=0)
+    rows, seconds = crossings(summary.costs)
+    assert (rows.other, rows.unit, rows.start, rows.ratios) == (
+        "exact",
+        "row-layers",
+        30,
+        (1, 2 / 3),
+    )
+    assert (rows.shortest, rows.longest) == (20, 40)
+    assert (seconds.unit, seconds.start) == ("seconds", None)
+    text = page(summary, About("x", {}, 8, 32), {})
+    assert "they cross before 30 tokens" in text
+    assert "not cheaper at the longest" in text
+    longer = [cost for cost in summary.costs if cost.num_tokens != 20]
+    assert [each.start for each in crossings(longer)] == [30, None]
+    assert list(crossings([])) == []
 
 
 @pytest.mark.parametrize("lowest", [None, 1e-6])
 def test_charts_are_xml_and_stay_inside(lowest: float | None) -> None:
     lines = [
         Line("a < b & c", [Estimate(0.2, 0.1, 0.31), None, Estimate(0.0, -0.01, 1e-9)]),
-        Line("b", [Estimate(3.7, 2.0, 5.0)] * 3),
+        Line("b", [Estimate(3.7, 2.0, 5.0), Estimate(3.7), Estimate(3.7)]),
     ]
     chart = ElementTree.fromstring(line_chart("T", "x", "y", ["p", "q", "r"], lines, lowest))
     space = "{http://www.w3.org/2000/svg}"
