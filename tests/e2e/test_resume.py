@@ -227,6 +227,47 @@ def test_a_session_outlives_its_worker_and_its_gateways(resumable: ServedCluster
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+def test_an_answer_outlives_the_store_of_its_session(resumable: ServedCluster) -> None:
+    """It is told whole, and with why it is no turn; then the session is opened anew."""
+    name = "forgotten"
+    opening = pb.OpenSessionRequest(session_id=name)
+
+    def open_session() -> None:
+        try:
+            sessions.OpenSession(opening, timeout=120, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise AssertionError("the store's successor is on its way") from error
+            raise
+
+    def turn(max_tokens: int) -> pb.ChatRequest:
+        message = pb.Message(role=pb.ROLE_USER, content="One?")
+        return pb.ChatRequest(
+            options=pb.RequestOptions(session_id=name),
+            turn=pb.SessionTurn(messages=[message]),
+            sampling=pb.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True),
+        )
+
+    def finished(messages: list[pb.ChatResponse]) -> pb.Finished:
+        assert messages[-1].HasField("completed")
+        (end,) = (message.finished for message in messages if message.HasField("finished"))
+        return end
+
+    with grpc.insecure_channel(resumable.address, CHANNEL_OPTIONS) as channel:
+        sessions, stub = SessionsStub(channel), InferenceStub(channel)
+        eventually(open_session)
+        call = stub.Chat(turn(250), timeout=200, wait_for_ready=True)
+        told = [next(call)]
+        resumable.kill_session_store()
+        end = finished([*told, *call])
+        assert end.turn_id == ""
+        assert end.turn_error in ("SESSION_NOT_FOUND", "SESSION_STORE_UNAVAILABLE")
+        assert end.message.reasoning_content or end.message.content
+        eventually(open_session)
+        assert finished(list(stub.Chat(turn(4), timeout=200))).turn_id
+        sessions.CloseSession(pb.CloseSessionRequest(session_id=name), timeout=60)
+
+
 def test_a_session_s_format_holds_wherever_its_turns_are_told(resumable: ServedCluster) -> None:
     """Begun at one gateway, told on by another; the next turn keeps to the format, too."""
     constraint = pb.OutputConstraint(json_schema=json.dumps(SCHEMA))
