@@ -58,7 +58,7 @@ async def service(demo: Tokenizer, encoding: ChatEncoding) -> AsyncIterator[Infe
     service.close()
 
 
-async def opened(service: InferenceService, constraint: pb.OutputConstraint) -> None:
+async def opened(service: InferenceService, constraint: pb.OutputConstraint | None = None) -> None:
     config = pb.ConversationConfig(thinking=pb.Thinking(enabled=False), response_format=constraint)
     opening = pb.OpenSessionRequest(session_id="mine", config=config)
     assert service.sessions is not None
@@ -95,7 +95,7 @@ async def test_every_turn_keeps_to_the_session_s_format(service: InferenceServic
 
 
 async def test_a_turn_may_have_a_format_of_its_own(service: InferenceService) -> None:
-    await opened(service, pb.OutputConstraint())
+    await opened(service)
     one = await answer(service, "", 1, constraint=pb.OutputConstraint(regex="[0-9]{3,9}"))
     assert 3 <= len(one.message.content) <= 9
     assert one.message.content.isdigit()
