@@ -60,7 +60,7 @@ async def failures(what: str) -> AsyncGenerator[None]:
 
     A RipresaError of the remote side is raised unchanged. Another exception of the remote code is
     its mistake and would come again elsewhere. Whatever else a call raises means that the worker,
-    or the way to it, is lost.
+    or the way to it, is lost. A time limit belongs inside of the block.
 
     Raises:
         RipresaError: the remote side's own error; INTERNAL for another exception of it.
@@ -81,6 +81,9 @@ async def failures(what: str) -> AsyncGenerator[None]:
             raise
         # Nobody cancelled this side: the remote process ended the call with itself.
         raise Unreachable(f"{what} dropped the call") from None
+    except TimeoutError as error:
+        logger.warning("%s did not answer in time", what)
+        raise Unreachable(f"{what} did not answer in time; try again") from error
     except Exception as error:
         # Ray's own words are for whoever operates the cluster; below the first line they repeat it.
         logger.warning("%s is out of reach: %s", what, str(error).partition("\n")[0])

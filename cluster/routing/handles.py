@@ -35,8 +35,8 @@ MOVE_TIMEOUT_S = 1.0
 """Longest wait for where a session has moved; a turn without it computes more."""
 LOST_FOR_S = 10.0
 """A worker that a call found gone is not listed for this long; its lease lapses sooner."""
-
-
+LIST_TIMEOUT_S = 5.0
+"""Longest wait for the controller's list of workers."""
 FIND_TIMEOUT_S = 5.0
 """Longest wait for a worker to say whether it keeps a stream."""
 
@@ -221,9 +221,15 @@ class RayWorkerView:
     Without a controller, or with one that just started, the workers known before stay listed.
     """
 
-    def __init__(self, controller: DeploymentHandle[Any], interval_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        controller: DeploymentHandle[Any],
+        interval_s: float = 0.5,
+        timeout_s: float = LIST_TIMEOUT_S,
+    ) -> None:
         self._controller = controller
         self._interval_s = interval_s
+        self._timeout_s = timeout_s
         self._listed: dict[str, WorkerReport] = {}
         self._lost: dict[str, float] = {}
         self._seen: dict[str, float] = {}
@@ -249,12 +255,12 @@ class RayWorkerView:
 
     async def session_move(self, tenant_salt: bytes, session_id: str) -> SessionMove | None:
         try:
-            async with asyncio.timeout(MOVE_TIMEOUT_S), failures("the controller"):
+            async with failures("the controller"), asyncio.timeout(MOVE_TIMEOUT_S):
                 move: SessionMove | None = await apart(
                     self._controller.session_move.remote, tenant_salt, session_id
                 )
             return move
-        except (RipresaError, TimeoutError) as error:
+        except RipresaError as error:
             logger.warning("where a session has moved is not known: %s", error)
             return None
 
@@ -266,7 +272,12 @@ class RayWorkerView:
         await self._changed.wait()
 
     async def refresh(self) -> None:
-        async with asyncio.timeout(5.0), failures("the controller"):
+        """Ask for the newest reports.
+
+        Raises:
+            RipresaError: the controller does not answer, or not in time.
+        """
+        async with failures("the controller"), asyncio.timeout(self._timeout_s):
             answer: WorkerList = await self._controller.workers.remote()
         now = time.monotonic()
         self._lost = {worker: until for worker, until in self._lost.items() if until > now}
@@ -301,6 +312,6 @@ class RayWorkerView:
         while True:
             try:
                 await self.refresh()
-            except (RipresaError, TimeoutError) as error:
+            except RipresaError as error:
                 logger.warning("the list of workers may be old: %s", error)
             await asyncio.sleep(self._interval_s)

@@ -66,6 +66,13 @@ async def test_an_own_cancel_stays_one() -> None:
         await task
 
 
+async def test_no_answer_in_time_is_a_lost_worker_too() -> None:
+    with pytest.raises(Unreachable, match="did not answer in time") as caught:
+        async with failures("worker w"), asyncio.timeout(0.01):
+            await asyncio.Event().wait()
+    assert caught.value.retry_after_s
+
+
 async def test_an_own_timeout_stays_one() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01), failures("worker w"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from ripresa.cluster.directory.events import HotPrefix
 from ripresa.cluster.directory.index import DirectoryCounters
@@ -18,6 +22,7 @@ from ripresa.cluster.gateway.admin_server import AdminServer, Operators
 from ripresa.cluster.gateway.admin_service import AdminService
 from ripresa.cluster.gateway.api_keys import key_digest
 from ripresa.cluster.gateway.validation import tenant_salt
+from ripresa.cluster.routing.handles import RayWorkerView
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
 from ripresa.workers.address import WorkerAddress, WorkerKind
@@ -264,4 +269,35 @@ async def test_operators_have_keys_of_their_own(workers: Workers, tmp_path: Path
         for service in ("", "ripresa.v1.Admin"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop()
+
+
+@pytest.mark.parametrize("method", ["GetClusterStatus", "DrainWorker", "ResumeWorker", "Flush"])
+async def test_a_controller_that_does_not_answer_is_worth_another_try(method: str) -> None:
+    workers = Workers()
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    controller: Any = SimpleNamespace(workers=SimpleNamespace(remote=never))
+    workers.refresh = RayWorkerView(controller, timeout_s=0.01).refresh  # type: ignore[method-assign]
+    server = serve(workers)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub: Any = ripresa_pb2_grpc.AdminStub(channel)
+        calls: dict[str, Any] = {
+            "GetClusterStatus": lambda: stub.GetClusterStatus(pb.GetClusterStatusRequest()),
+            "DrainWorker": lambda: stub.DrainWorker(pb.DrainWorkerRequest(worker_id="d0")).read(),
+            "ResumeWorker": lambda: stub.ResumeWorker(pb.ResumeWorkerRequest(worker_id="d0")),
+            "Flush": lambda: stub.FlushPrefixCache(pb.FlushPrefixCacheRequest()),
+        }
+        with pytest.raises(grpc.aio.AioRpcError, match="the controller") as caught:
+            await calls[method]()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+    assert status is not None
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert retry.retry_delay.seconds
+    assert workers.asked == []
     await server.stop()
