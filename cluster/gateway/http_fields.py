@@ -213,13 +213,14 @@ def read_body(raw: bytes, fields: Mapping[str, Schema]) -> Json:
 
 
 def conversation_of(body: Json, protocol: Protocol) -> Json:
-    """The part of a body that is the conversation.
+    """The part of a body that is the conversation; Anthropic's do not think unless they are asked.
 
     Raises InvalidArgument, naming the part, for what is not served inside of its fields.
     """
     check_parts(body, PARTS[protocol])
     if protocol is Protocol.MESSAGES:
         _check_budget(body)
+        body = {"thinking": {"type": "disabled"}, **body}
     return {name: body[name] for name in _CONVERSATION[protocol] if name in body}
 
 

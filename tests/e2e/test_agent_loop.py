@@ -180,7 +180,11 @@ def test_messages(scripted: ServedCluster, url: str) -> None:
     with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
         while True:
             answer: Any = client.messages.create(
-                model=MODEL, max_tokens=300, messages=messages, tools=tools
+                model=MODEL,
+                max_tokens=300,
+                messages=messages,
+                tools=tools,
+                thinking={"type": "adaptive"},
             )
             content = [block.model_dump(exclude_none=True) for block in answer.content]
             messages.append({"role": "assistant", "content": content})

@@ -287,7 +287,9 @@ async def test_the_messages_api(
 ) -> None:
     function = GET_WEATHER["function"]
     tools: Any = [{"name": function["name"], "input_schema": function["parameters"]}]
-    question: Any = {"model": MODEL, "max_tokens": 400, "messages": OSLO, "tools": tools}
+    asked: Any = {"model": MODEL, "messages": OSLO, "tools": tools}
+    asked["thinking"] = {"type": "adaptive"}
+    question = {**asked, "max_tokens": 400}
     whole = await claude.messages.create(**question)
     assert whole.stop_reason == "tool_use"
     kinds = [block.type for block in whole.content]
@@ -299,8 +301,24 @@ async def test_the_messages_api(
     assert [block.type for block in streamed.content] == kinds
     assert streamed.content[3].input == {"city": "Rome"}  # type: ignore[union-attr]
     assert streamed.stop_reason == "tool_use"
-    counted = await claude.messages.count_tokens(model=MODEL, messages=OSLO, tools=tools)  # type: ignore[arg-type]
+    counted = await claude.messages.count_tokens(**asked)
     assert counted.input_tokens == whole.usage.input_tokens
+
+
+async def test_the_messages_api_does_not_think_unless_asked(
+    claude: anthropic.AsyncAnthropic, router: InProcessRouter
+) -> None:
+    asked: Any = {"model": MODEL, "messages": OSLO}
+    told = []
+    for thinking in ({}, {"thinking": {"type": "disabled"}}):
+        router.answers = [(*encode_output("It is cold."), EOS)]
+        answer = await claude.messages.create(max_tokens=400, **asked, **thinking)
+        counted = await claude.messages.count_tokens(**asked, **thinking)
+        assert counted.input_tokens == answer.usage.input_tokens
+        told.append([block.model_dump(exclude_none=True) for block in answer.content])
+    assert told == [[{"type": "text", "text": "It is cold."}]] * 2
+    silent, disabled = (prompt.token_ids for prompt in router.seen)
+    assert silent == disabled
 
 
 async def test_the_responses_api(
