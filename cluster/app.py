@@ -101,6 +101,7 @@ def build_app(config: ClusterConfig) -> Application:
         bounds=ConversationBounds(gateway.max_messages, gateway.max_tools),
         max_running=gateway.max_running,
         max_queue_s=gateway.max_queue_time_s,
+        max_unread_s=gateway.max_unread_s,
         keep_streams_s=config.decoders.keep_streams_s,
         max_said_tokens=gateway.max_said_tokens,
         drain_grace_s=gateway.drain_grace_s,

@@ -143,6 +143,8 @@ class GatewaySettings:
         max_running: most answers under way at once in one gateway; one more is refused.
         max_queue_time_s: how long a request waits while every worker is full or none is ready,
             unless it says so itself; 0 refuses it. The default outlasts the restart of a worker.
+        max_unread_s: how long a stream waits for a client that takes nothing of it. Then it is
+            over, and its place is another request's; by gRPC a client may go on with `Resume`.
         max_said_tokens: tokens of finished answers that a gateway keeps, four bytes each, to stand
             in for them when clients send them back in other words; 0 keeps none.
         drain_grace_s: how long a stopping gateway lets its streams go on, in seconds. Then it cuts
@@ -161,6 +163,7 @@ class GatewaySettings:
     max_tools: int = setting(1_000, at_least=1)
     max_running: int = setting(1024, at_least=1)
     max_queue_time_s: float = setting(60.0, at_least=0, at_most=3600)
+    max_unread_s: float = setting(60.0, at_least=1)
     max_said_tokens: int = setting(4_000_000, at_least=0)
     drain_grace_s: float = setting(60.0, at_least=0)
     api_keys_file: str | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ripresa.cluster.gateway.validation import scoped_id
+from ripresa.cluster.routing.prompt import Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Call:
         tenant: whose it is; empty where there are no tenants.
         id_field, choices_field: where in the call a client names it, and asks for several choices;
             for refusals.
+        hold: what the end of its stream means.
     """
 
     request_id: str
@@ -24,6 +26,7 @@ class Call:
     tenant: str = ""
     id_field: str = "options.request_id"
     choices_field: str = "sampling.n"
+    hold: Hold = field(default_factory=Hold, compare=False)
 
     @property
     def scoped_id(self) -> str:

@@ -29,7 +29,7 @@ from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixH
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.cluster.sessions.store import SessionLink
-from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError
+from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError, Unavailable
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
@@ -73,6 +73,7 @@ class GatewayStart:
     bounds: ConversationBounds
     max_running: int
     max_queue_s: float
+    max_unread_s: float
     keep_streams_s: float
     max_said_tokens: int
     drain_grace_s: float
@@ -153,6 +154,7 @@ class Gateway:
             bounds=start.bounds,
             max_running=start.max_running,
             max_queue_s=start.max_queue_s,
+            max_unread_s=start.max_unread_s,
             keep_streams_s=start.keep_streams_s,
             max_said_tokens=start.max_said_tokens,
             transfer_backend=start.transfer_backend,
@@ -231,7 +233,17 @@ class Gateway:
         return self._router.abort_waiting(request_id)
 
     async def _abort_elsewhere(self, request_id: str) -> bool:
-        return any(found is True for found in await self._ask_all("abort_waiting", request_id))
+        """Whether another gateway had the request wait, and ended it.
+
+        Raises:
+            RipresaError: none says so, and one does not answer.
+        """
+        answers = await self._ask_all("abort_waiting", request_id)
+        if True in answers:
+            return True
+        if any(isinstance(answer, BaseException) for answer in answers):
+            raise Unavailable("a gateway does not say whether the request waits there; try again")
+        return False
 
     async def _ask_all(self, method: str, request_id: str) -> list[Any]:
         """What every gateway answers; an exception for one that is ending, which must not hide what

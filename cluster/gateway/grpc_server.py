@@ -24,6 +24,7 @@ from ripresa.cluster.gateway.api_keys import api_key
 from ripresa.cluster.gateway.call import Call
 from ripresa.cluster.gateway.malformed import request_decoder
 from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.status import RequestError
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 
@@ -203,7 +204,14 @@ def _service_handlers(
         unary["OpenSession"] = service.sessions.open
         unary["GetSession"] = service.sessions.get
         unary["CloseSession"] = service.sessions.close
-    return method_handlers(descriptor, unary, streaming, service.authenticate, max_message_bytes)
+    return method_handlers(
+        descriptor,
+        unary,
+        streaming,
+        service.authenticate,
+        max_message_bytes,
+        max_unread_s=service.max_unread_s,
+    )
 
 
 def method_handlers(
@@ -212,14 +220,19 @@ def method_handlers(
     streaming: Mapping[str, Streaming],
     authenticate: Authenticate,
     max_message_bytes: int,
+    max_unread_s: float | None = None,
 ) -> grpc.GenericRpcHandler:
-    """A service's methods by name; those that are not given answer UNIMPLEMENTED."""
+    """A service's methods by name; those that are not given answer UNIMPLEMENTED.
+
+    Args:
+        max_unread_s: how long a stream waits for a client that takes nothing of it; None for ever.
+    """
     handlers: dict[str, Any] = {}
     for method in descriptor.methods:
         if method.name in unary:
             answer: Any = _unary_handler(unary[method.name], authenticate)
         elif method.name in streaming:
-            answer = _streaming_handler(streaming[method.name], authenticate)
+            answer = _streaming_handler(streaming[method.name], authenticate, max_unread_s)
         else:
             answer = _unimplemented_handler(method, authenticate)
         make = (
@@ -239,15 +252,16 @@ def method_handlers(
 def _unary_handler(
     answer: Unary, authenticate: Authenticate
 ) -> Callable[[Message | RipresaError, Context], Any]:
-    async def handle(request: Message | RipresaError, context: Context) -> Message:
+    async def handle(request: Message | RipresaError, context: Context) -> Message | None:
         async with _call(request, context, authenticate) as call:
             return await answer(request, call)
+        return None
 
     return handle
 
 
 def _streaming_handler(
-    answer: Streaming, authenticate: Authenticate
+    answer: Streaming, authenticate: Authenticate, max_unread_s: float | None
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
         async with (
@@ -256,9 +270,13 @@ def _streaming_handler(
         ):
             async for response in responses:
                 try:
-                    await context.write(response)
+                    async with asyncio.timeout(max_unread_s):
+                        await context.write(response)
                 except grpc.aio.InternalError:
                     return  # the client has just left, and gRPC has yet to cancel this call
+                except TimeoutError:
+                    call.hold.ends_work = False
+                    raise _unread(max_unread_s) from None
 
     return handle
 
@@ -268,10 +286,9 @@ def _unimplemented_handler(
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
         async with _call(request, context, authenticate):
-            pass  # a request that no version could serve is refused as such
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, f"{method.full_name} is not served by this version yet"
-        )
+            # A request that no version could serve is refused as such.
+            context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+            context.set_details(f"{method.full_name} is not served by this version yet")
 
     return handle
 
@@ -299,11 +316,23 @@ async def _call(
     except RipresaError as error:
         if error.code is ErrorCode.INTERNAL:
             log.error("request %s failed", call.request_id, exc_info=error)
-        await status.abort(context, error, call.request_id)
+        status.end(context, error, call.request_id)
     except Exception as error:
         log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
         text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
-        await status.abort(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+        status.end(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+
+
+def _unread(max_unread_s: float | None) -> RequestError:
+    """What a client hears when it reads again; until then gRPC keeps it for it."""
+    return RequestError(
+        ErrorCode.UNAVAILABLE,
+        "STREAM_UNREAD",
+        f"nothing of the stream was read for {max_unread_s:g} s (gateway.max_unread_s), and it "
+        "gave its place to others; its tokens stay for a while: go on with Resume",
+        retry_after_s=1.0,
+        is_final=True,
+    )
 
 
 def _api_key(context: Context) -> str | None:

@@ -284,7 +284,13 @@ async def _answer(request: Request, gateway: InferenceService, protocol: Protoco
 
     stream = gateway.stream(read, tell, call, encoding=PROMPT_ENCODING)
     last = "[DONE]" if protocol is Protocol.CHAT_COMPLETIONS else None
-    return await respond(request, stream, last=last, failed=_failure(protocol, call))
+    return await respond(
+        request,
+        stream,
+        last=last,
+        failed=_failure(protocol, call),
+        max_unread_s=gateway.max_unread_s,
+    )
 
 
 def _failure(protocol: Protocol, call: Call) -> Callable[[RipresaError], Message]:

@@ -247,7 +247,13 @@ def completion_routes(service: Callable[[], InferenceService]) -> APIRouter:
             )
 
         stream = gateway.stream(read, tell, call)
-        return await respond(request, stream, last="[DONE]", failed=openai_failure)
+        return await respond(
+            request,
+            stream,
+            last="[DONE]",
+            failed=openai_failure,
+            max_unread_s=gateway.max_unread_s,
+        )
 
     return router
 

@@ -10,14 +10,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
 from ripresa.cluster.gateway.http_body import authenticated, call_of
 from ripresa.cluster.gateway.http_chat import chat_routes
 from ripresa.cluster.gateway.http_completions import completion_routes
+from ripresa.cluster.gateway.http_disconnect import Disconnects
 from ripresa.cluster.gateway.http_document import errors
 from ripresa.cluster.gateway.http_failure import REQUEST_ID, failure
+from ripresa.cluster.gateway.http_stream import CLOSED
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.validation import check_request_id, scoped_id
@@ -45,6 +48,7 @@ def http_app(
         title="ripresa", version=VERSION, docs_url=None, redoc_url=None, responses=errors()
     )
     app.add_middleware(RequestIds, sets_header=not is_behind_serve)
+    app.add_middleware(Disconnects)
     authentication = [authenticated(service)]
     for routes in (chat_routes, completion_routes, token_routes):
         app.include_router(routes(service), dependencies=authentication)
@@ -85,6 +89,12 @@ def http_app(
         if error.code is ErrorCode.INTERNAL:
             log.error("request %s failed", request.state.request_id, exc_info=error)
         return failure(request.scope, error, request.state.request_id)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> JSONResponse:
+        """The client left while its body was read: nobody will see this answer."""
+        left = RipresaError(ErrorCode.CANCELLED, CLOSED)
+        return failure(request.scope, left, request.state.request_id)
 
     @app.exception_handler(HTTPException)
     async def unroutable(request: Request, error: HTTPException) -> JSONResponse:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Message as ASGIMessage
 from starlette.types import Receive, Scope, Send
 
 from ripresa.cluster.gateway.status import http_error
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 15.0
 """A comment line this often keeps proxies from closing a stream whose prefill is long."""
+
+CLOSED = "the client closed its connection"
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -47,6 +51,7 @@ async def respond(
     *,
     last: str | None,
     failed: ErrorMessage,
+    max_unread_s: float,
 ) -> Response:
     """Answer with a body if the first message is whole, else with a stream of all of them.
 
@@ -55,6 +60,7 @@ async def respond(
     Args:
         last: data of the stream's last event; None for none.
         failed: the last event of a stream that fails once it has begun.
+        max_unread_s: how long a stream waits for a client that takes nothing of it; then it ends.
 
     Raises:
         RipresaError: the request failed before there was anything to send.
@@ -67,20 +73,35 @@ async def respond(
     if first.is_whole:
         await messages.aclose()
         return Response(first.data, media_type="application/json")
-    return _EventStream(_events(first, messages, last, failed), messages)
+    return _EventStream(_events(first, messages, last, failed), messages, max_unread_s)
 
 
 class _EventStream(StreamingResponse):
-    """Closes the messages whatever ends the response."""
+    """Closes the messages whatever ends the response, a client that takes nothing of it, too."""
 
-    def __init__(self, events: AsyncIterator[bytes], messages: AsyncGenerator[Message]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        messages: AsyncGenerator[Message],
+        max_unread_s: float,
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._events = events
         self._messages = messages
+        self._max_unread_s = max_unread_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def in_time(message: ASGIMessage) -> None:
+            async with asyncio.timeout(self._max_unread_s):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, in_time)
+        except TimeoutError:
+            # Whoever serves us closes a connection whose response is not whole.
+            log.warning("nothing of a stream was read for %g s: it is over", self._max_unread_s)
+        except ClientDisconnect:
+            log.debug(CLOSED)
         finally:
             if isinstance(self._events, AsyncGenerator):
                 await self._events.aclose()
@@ -135,7 +156,7 @@ async def _unless_gone(request: Request, coming: Awaitable[Message]) -> Message:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        raise RipresaError(ErrorCode.CANCELLED, "the client closed its connection")
+        raise RipresaError(ErrorCode.CANCELLED, CLOSED)
     finally:
         for task in (work, gone):
             task.cancel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from ripresa.cluster.gateway.stream_facts import StreamFacts
 from ripresa.cluster.gateway.stream_origin import ResumedRequest, read_id, resumed_request
 from ripresa.cluster.gateway.told_stream import Teller, told
 from ripresa.cluster.gateway.validation import AskedText
-from ripresa.cluster.routing.prompt import Hold, PromptRequest, Router, RouterEvent
+from ripresa.cluster.routing.prompt import Hold, Router
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 
@@ -65,14 +66,14 @@ class ResumedStreams:
         if isinstance(origin.request, pb.GenerateRequest):
             asked_text = AskedText(resumed.prompts, tuple(origin.request.sampling.stop))
             tell = partial(service.text_teller, origin.request.return_token_ids, asked_text)
-            async with aclosing(self._told(request, resumed, tell, "")) as texts:
+            async with aclosing(self._told(request, resumed, tell, "", call.hold)) as texts:
                 async for text in texts:
                     yield pb.ResumeResponse(generate=text)
             return
         asked = await service.off_loop(partial(self._reread, origin.request, resumed), call)
         heard = HeardAnswers()
         tell_chat = partial(service.chat_teller, origin.request.return_token_ids, heard, asked)
-        stream = self._told(request, resumed, tell_chat, PROMPT_ENCODING, heard)
+        stream = self._told(request, resumed, tell_chat, PROMPT_ENCODING, call.hold, heard)
         async with aclosing(stream) as chats:
             async for chat in chats:
                 yield pb.ResumeResponse(chat=chat)
@@ -107,15 +108,13 @@ class ResumedStreams:
         resumed: ResumedRequest,
         tell: Callable[[StreamFacts], Teller[R]],
         encoding: str,
+        hold: Hold,
         heard: HeardAnswers | None = None,
     ) -> AsyncGenerator[R]:
         """The stream's messages from `next_sequence` on."""
-        origin, prompts = resumed.origin, resumed.prompts
+        origin = resumed.origin
+        prompts = tuple(replace(prompt, hold=hold) for prompt in resumed.prompts)
         num_told = 0
-        hold = Hold()
-
-        def follow(prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-            return self._router.resume(prompt, hold)
 
         def caught_up(is_lost: bool, *, is_over: bool = False) -> None:
             if request.next_sequence < num_told + (not is_over):
@@ -149,7 +148,8 @@ class ResumedStreams:
                 start_time=origin.start_time,
             )
             books = ResumedBooks(caught_up, admitted.meter)
-            stream: AsyncGenerator[Any] = told(Run(follow, prompts, books), facts, tell(facts))
+            run = Run(self._router.resume, prompts, books)
+            stream: AsyncGenerator[Any] = told(run, facts, tell(facts))
             if heard is not None:
                 stream = self._service.kept(stream, origin.place, heard)
             async with aclosing(stream) as messages:

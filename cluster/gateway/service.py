@@ -68,7 +68,6 @@ from ripresa.cluster.sessions.store import SaidStore, SessionStore
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
 from ripresa.workers.replay import TailVariant
-from ripresa.workers.request import StreamTicket
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -105,6 +104,8 @@ class InferenceService:
         bounds: of conversations.
         max_running: most requests at once; one more is refused with RESOURCE_EXHAUSTED.
         max_queue_s: how long requests that do not say it wait while every worker is full.
+        max_unread_s: how long the stream of a client may wait that takes nothing of it; then it is
+            over, and whoever reads by gRPC may go on with what it missed.
         keep_streams_s: how long workers keep streams that have ended.
         transfer_backend: what moves state between workers, for the metrics.
         tokenizer_threads: most calls that tokenize at once; further ones queue.
@@ -130,6 +131,7 @@ class InferenceService:
         bounds: ConversationBounds = BOUNDS,
         max_running: int = 1024,
         max_queue_s: float = 0.0,
+        max_unread_s: float = 60.0,
         keep_streams_s: float = 60.0,
         transfer_backend: str = "gloo",
         tokenizer_threads: int = 2,
@@ -150,6 +152,7 @@ class InferenceService:
         self.max_message_bytes = max_message_bytes
         self._bounds = bounds
         self._max_queue_s = max_queue_s
+        self.max_unread_s = max_unread_s
         self._transfer_backend = transfer_backend
         self._clock = clock
         # Its own threads: a queue of long texts holds up nobody else in this process.
@@ -357,6 +360,7 @@ class InferenceService:
             heard: gets what the model says.
         """
         answers = self.answers(asked)
+        heard.num_generated = facts.num_generated
         teller = ChatResponses(facts, answers, return_token_ids=return_token_ids)
         return self.keeping(teller, asked, heard)
 
@@ -461,7 +465,10 @@ class InferenceService:
             prompts = asked.prompts
             if origin is not None:
                 tickets = origin(asked, start_time).tickets()
-                prompts = tuple(map(_kept_under, prompts, tickets))
+                prompts = tuple(
+                    replace(prompt, stream=ticket, hold=call.hold)
+                    for prompt, ticket in zip(prompts, tickets, strict=True)
+                )
             admitted = self._admission.admit(prompts, call)
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
@@ -603,10 +610,6 @@ def _generated(message: pb.ResumeResponse) -> pb.GenerateResponse:
 
 def _chatted(message: pb.ResumeResponse) -> pb.ChatResponse:
     return message.chat
-
-
-def _kept_under(prompt: PromptRequest, ticket: StreamTicket) -> PromptRequest:
-    return replace(prompt, stream=ticket)
 
 
 def expiry(now: float, deadline: float | None) -> float:

@@ -22,11 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """The beginning of a session's conversation, which is fine; a `Head`."""
+    """The beginning of a session's conversation, which is fine; a `Head`.
+
+    Attributes:
+        asked: it, and an empty message of the user's.
+        user_id: opens such a message.
+    """
 
     service: InferenceService
     asked: AskedChat
+    user_id: int
     call: Call
+
+    @property
+    def num_tokens(self) -> int:
+        """Up to the mark of the user's message behind it, which is not its own."""
+        token_ids = self.asked.prompts[0].token_ids
+        return len(token_ids) - 1 - token_ids[::-1].index(self.user_id)
 
     async def prefetch(self) -> None:
         """Compute it, and nothing of an answer that anybody hears of.
@@ -70,7 +82,8 @@ async def read_head(
                 body, protocol, options, sampling, arrival, in_message, place=paths.of
             )
 
-    return SessionOpening(service, await service.off_loop(read, call), call)
+    asked = await service.off_loop(read, call)
+    return SessionOpening(service, asked, reader.encoding.user_id, call)
 
 
 class Silence:

@@ -48,6 +48,10 @@ STORE_UNAVAILABLE = "SESSION_STORE_UNAVAILABLE"
 class Head(Protocol):
     """The beginning of a conversation, which is fine."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the beginning alone."""
+
     async def prefetch(self) -> None:
         """Compute it, so that the first turn finds it.
 
@@ -78,11 +82,13 @@ class TurnPlace:
     """Where a turn will stand in its session; travels with the stream.
 
     Attributes:
+        incarnation: of the session: one that was opened since under its id gets no turn of it.
         name: of the turn, but for the choice.
         messages: what the client added.
     """
 
     key: Key
+    incarnation: str
     parent_id: str
     name: str
     messages: bytes
@@ -106,9 +112,15 @@ class SessionTurn:
 
 @dataclass(slots=True)
 class HeardAnswers:
-    """What the model said in a turn, by choice: what it is found by, and its tokens."""
+    """What the model said in a turn, by choice.
+
+    Attributes:
+        answers: those that the model has ended itself: what each is found by, and its tokens.
+        num_generated: how many tokens any has, told or not.
+    """
 
     answers: dict[int, tuple[bytes, Sequence[int]]] = field(default_factory=dict)
+    num_generated: Callable[[int], int] = lambda choice: 0
 
 
 class Sessions:
@@ -159,6 +171,7 @@ class Sessions:
             request.cache_salt,
             conversation.SerializeToString(deterministic=True),
             self._ttl(request.idle_ttl if request.HasField("idle_ttl") else None),
+            read.num_tokens,
         )
         key = (call.tenant, session_id)
         known = await self._store.get(key)
@@ -223,7 +236,8 @@ class Sessions:
         whole.full.messages.extend(asked.messages)
         said = {record.said_key: array("I", record.said) for record in path.turns if record.said}
         added = pb.FullConversation(messages=asked.messages).SerializeToString()
-        place = TurnPlace(key, asked.parent_turn_id, secrets.token_urlsafe(12), added)
+        name = secrets.token_urlsafe(12)
+        place = TurnPlace(key, path.incarnation, asked.parent_turn_id, name, added)
         return SessionTurn(whole, place, said, paths)
 
     async def kept(
@@ -259,11 +273,11 @@ class Sessions:
             messages.SerializeToString(),
             said_key,
             array("I", said).tobytes(),
-            started.prompt_tokens + len(said),
+            started.prompt_tokens + heard.num_generated(finished.choice),
             started.worker_id,
         )
         try:
-            refusal: str | None = await self._store.append(place.key, record)
+            refusal: str | None = await self._store.append(place.key, place.incarnation, record)
         except RipresaError as error:
             log.warning("the session store was not told of a turn: %s", error)
             refusal = STORE_UNAVAILABLE
@@ -347,6 +361,7 @@ def _session(session_id: str, facts: SessionFacts) -> pb.Session:
     session = pb.Session(session_id=session_id, model=facts.head.model)
     session.create_time.FromNanoseconds(round(facts.created * 1e9))
     session.expire_time.FromNanoseconds(round(facts.expires * 1e9))
+    session.total_tokens = facts.head.num_tokens
     newest = facts.head_turn
     if newest is not None:
         session.head_turn_id = newest.turn_id

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Never
+from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -199,10 +199,11 @@ def to_rpc_status(error: RipresaError, request_id: str) -> RpcStatus:
     return status
 
 
-async def abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: RipresaError, request_id: str
-) -> Never:
-    """End a call with the error's status and details; gRPC does so by raising.
+def end(context: grpc.aio.ServicerContext[Any, Any], error: RipresaError, request_id: str) -> None:
+    """Give a call the error's status and details; it ends with them when its handler returns.
+
+    `context.abort` would raise, and gRPC keep what it raised with the call: a cycle through every
+    frame that handled the request, so that a refused prompt stayed until the collector came.
 
     The retry hint is also given in gRPC's own terms, so that a client's retry policy, which sees
     codes alone, neither repeats a request that was aborted nor comes back too early, nor waits
@@ -214,7 +215,9 @@ async def abort(
         pause_s = None
     pushback_ms = -1 if pause_s is None or pause_s > MAX_PUSHBACK_S else round(1000 * pause_s)
     pushback = (("grpc-retry-pushback-ms", str(pushback_ms)),)
-    await context.abort(status.code, status.details, (*status.trailing_metadata, *pushback))
+    context.set_code(status.code)
+    context.set_details(status.details)
+    context.set_trailing_metadata((*status.trailing_metadata, *pushback))
 
 
 def http_error(error: RipresaError) -> tuple[int, dict[str, str], dict[str, dict[str, object]]]:

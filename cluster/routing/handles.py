@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -35,6 +36,8 @@ MOVE_TIMEOUT_S = 1.0
 """Longest wait for where a session has moved; a turn without it computes more."""
 LOST_FOR_S = 10.0
 """A worker that a call found gone is not listed for this long; its lease lapses sooner."""
+MAX_KNOWN = 10_000
+"""Decode workers that are remembered, the lost ones, too."""
 LIST_TIMEOUT_S = 5.0
 """Longest wait for the controller's list of workers."""
 FIND_TIMEOUT_S = 5.0
@@ -72,7 +75,7 @@ class RayWorkerCalls:
         self._is_detached = True
 
     async def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
+        self, worker_id: str, request: GenerationRequest, local: bool, hold: Hold
     ) -> AsyncGenerator[EngineEvent]:
         reader = uuid.uuid4().hex
         is_over = request.stream is None
@@ -86,7 +89,7 @@ class RayWorkerCalls:
                     yield event
             finally:
                 events.cancel()
-                if not is_over:
+                if hold.ends_work and not is_over:
                     self._say_goodbye(self._decoders, worker_id, reader)
 
     async def find_stream(self, worker_id: str, stream_id: str, choice: int) -> KeptPrompt | None:
@@ -135,7 +138,7 @@ class RayWorkerCalls:
         await asyncio.gather(*self._goodbyes)
 
     async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
+        self, worker_id: str, request: GenerationRequest, receiver: str, hold: Hold
     ) -> WorkCounters:
         assert self._encoders is not None
         caller = uuid.uuid4().hex
@@ -155,7 +158,7 @@ class RayWorkerCalls:
                 raise
             finally:
                 answer.cancel()
-                if not is_over:
+                if hold.ends_work and not is_over:
                     self._say_goodbye(self._encoders, worker_id, caller)
 
     async def abort(self, worker_id: str, request_id: str) -> bool:
@@ -232,6 +235,7 @@ class RayWorkerView:
         self._timeout_s = timeout_s
         self._listed: dict[str, WorkerReport] = {}
         self._lost: dict[str, float] = {}
+        self._decoders: OrderedDict[str, None] = OrderedDict()
         self._seen: dict[str, float] = {}
         self._shrunk = asyncio.Event()
         self._changed = asyncio.Event()
@@ -242,6 +246,9 @@ class RayWorkerView:
 
     def age_s(self, worker_id: str) -> float:
         return time.monotonic() - self._seen.get(worker_id, time.monotonic())
+
+    def was_decoder(self, worker_id: str) -> bool:
+        return worker_id in self._decoders
 
     def address(self, worker_id: str) -> WorkerAddress | None:
         """Of a worker that is listed."""
@@ -296,6 +303,12 @@ class RayWorkerView:
             self._changed.set()
             self._changed = asyncio.Event()
         self._listed = dict(sorted(listed.items()))
+        for name, worker in self._listed.items():
+            if worker.kind is WorkerKind.DECODE:
+                self._decoders[name] = None
+                self._decoders.move_to_end(name)
+        while len(self._decoders) > max(MAX_KNOWN, len(self._listed)):
+            self._decoders.popitem(last=False)
         if has_shrunk:
             self._shrunk.set()
             self._shrunk = asyncio.Event()

@@ -73,24 +73,26 @@ class KeptExecutions:
         """The newest execution of a stream; None if no worker keeps one.
 
         Args:
-            worker_id: the likeliest one; None if that one is known to be gone.
+            worker_id: the likeliest one, of which nothing else is believed: clients may make it
+                up. None if that one is known to be gone.
             above: executions of this generation and of older ones do not count.
 
         Raises:
             Unreachable: that worker is gone, and no other has the stream.
         """
-        if worker_id is not None:
+        is_known = worker_id is None or self._view.was_decoder(worker_id)
+        if worker_id is not None and is_known:
             found = await self._ask((worker_id,), stream_id, choice, above)
             if found is not None and found.prompt.is_good:
                 return found
         for pause_s in PAUSES_S:
             found = await self._ask(self._decoders(), stream_id, choice, above)
-            if found is not None or worker_id in self._decoders():
+            if found is not None or worker_id in self._decoders() or not is_known:
                 return found
             await asyncio.sleep(pause_s)
         raise Unreachable(f"decode worker {worker_id}, which kept the stream, is gone")
 
-    async def follow(self, execution: Execution, hold: Hold) -> AsyncGenerator[RouterEvent]:
+    async def follow(self, execution: Execution) -> AsyncGenerator[RouterEvent]:
         """What workers keep and stream of a request, to `Finished`, or as far as any has it.
 
         Raises:
@@ -115,7 +117,7 @@ class KeptExecutions:
             execution.followed_on = found.worker_id
             execution.fix(found.prompt.recipe)
             try:
-                async with aclosing(self._follow(found, execution, hold)) as events:
+                async with aclosing(self._follow(found, execution)) as events:
                     async for event in events:
                         yield event
                 return
@@ -127,10 +129,8 @@ class KeptExecutions:
                 logger.warning("a stream of %s is looked for: %s", found.worker_id, error)
                 likeliest = None
 
-    async def _follow(
-        self, found: Found, execution: Execution, hold: Hold
-    ) -> AsyncGenerator[RouterEvent]:
-        ticket = found.prompt.ticket
+    async def _follow(self, found: Found, execution: Execution) -> AsyncGenerator[RouterEvent]:
+        ticket, hold = found.prompt.ticket, execution.prompt.hold
         batches = self._calls.resume(found.worker_id, ticket.stream_id, ticket.choice, hold)
         async with aclosing(self._watched(found.worker_id, batches)) as watched:
             async for batch in watched:

@@ -17,6 +17,18 @@ from ripresa.workers.replay import Recipe, TailVariant
 from ripresa.workers.request import CacheUse, Finished, SamplingParams, StreamTicket, Tokens
 
 
+@dataclass(slots=True)
+class Hold:
+    """What the end of reading means to a stream that others may go on with.
+
+    Attributes:
+        ends_work: closing is a client's cancel, and ends the work if nobody else reads; otherwise
+            the stream goes on.
+    """
+
+    ends_work: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """One valid prompt on its way to the workers.
@@ -35,6 +47,7 @@ class PromptRequest:
         expect_next_within_s: the client expects to go on within so many seconds after the answer;
             None if it did not say so.
         stream: under what others may go on with the answer; None ends it with its reader.
+        hold: what that end means.
     """
 
     request_id: str
@@ -49,6 +62,7 @@ class PromptRequest:
     max_queue_s: float = 0.0
     expect_next_within_s: float | None = None
     stream: StreamTicket | None = None
+    hold: Hold = field(default_factory=Hold, compare=False)
 
 
 class Waste(StrEnum):
@@ -112,18 +126,6 @@ class CaughtUp:
 RouterEvent = Placed | Planned | CaughtUp | Tokens | Finished
 
 
-@dataclass(slots=True)
-class Hold:
-    """What the end of reading means to a resumed stream.
-
-    Attributes:
-        ends_work: closing is a client's cancel, and ends the work if nobody else reads; otherwise
-            the stream goes on.
-    """
-
-    ends_work: bool = True
-
-
 class Router(Protocol):
     """Runs prompts on workers. One instance serves many requests on one event loop."""
 
@@ -132,7 +134,8 @@ class Router(Protocol):
         the recipe, any number of `Tokens`, `Finished`.
 
         `Tokens.position` continues without gap from the prompt's length, whatever worker or
-        re-execution produced them. Closing the generator stops the work everywhere.
+        re-execution produced them. Closing the generator stops the work everywhere, unless the
+        prompt's `hold` says otherwise.
 
         Raises:
             RipresaError: the request failed; nothing follows. CANCELLED after `abort`.
@@ -148,7 +151,7 @@ class Router(Protocol):
             RipresaError: UNAVAILABLE; the worker that kept it is lost.
         """
 
-    def resume(self, prompt: PromptRequest, hold: Hold) -> AsyncGenerator[RouterEvent]:
+    def resume(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         """The events of a stream that `generate` has begun, in whatever process, from its first one
         on; `CaughtUp` follows those that were known. What no worker has is computed anew.
 

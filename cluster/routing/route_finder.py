@@ -39,6 +39,9 @@ class WorkerView(Protocol):
     def age_s(self, worker_id: str) -> float:
         """Seconds for which the worker's newest report has been known."""
 
+    def was_decoder(self, worker_id: str) -> bool:
+        """Whether a decode worker of this id is listed, or ever was."""
+
     async def refresh(self) -> None:
         """Ask again, after what was known led nowhere."""
 

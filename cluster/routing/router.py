@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -74,11 +74,11 @@ class WorkerCalls(LeaseCalls, ResumeCalls, Protocol):
     """The way to workers. Every failure is a RipresaError; a lost worker is UNAVAILABLE."""
 
     def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
+        self, worker_id: str, request: GenerationRequest, local: bool, hold: Hold
     ) -> AsyncGenerator[EngineEvent]: ...
 
     async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
+        self, worker_id: str, request: GenerationRequest, receiver: str, hold: Hold
     ) -> WorkCounters: ...
 
     async def abort(self, worker_id: str, request_id: str) -> bool: ...
@@ -155,20 +155,18 @@ class ClusterRouter:
         if self.abort_waiting(request_id):
             return True
         here = self._running.get(request_id)
-        # Before the workers: who leaves a line meanwhile is found on one of them.
-        if here is None and self._abort_elsewhere and await self._abort_elsewhere(request_id):
-            return True
         decoders = [w.worker_id for w in self._view.workers() if w.kind is WorkerKind.DECODE]
-        asked = [here] if here is not None else decoders
-        answers = await asyncio.gather(
-            *(self._calls.abort(worker, request_id) for worker in asked), return_exceptions=True
-        )
-        unknown = [a for a in answers if isinstance(a, BaseException)]
-        if any(answer is True for answer in answers):
+
+        def on_workers() -> list[Awaitable[bool]]:
+            workers = decoders if here is None else [here]
+            return [self._calls.abort(worker, request_id) for worker in workers]
+
+        if here is not None or self._abort_elsewhere is None:
+            return await _any_found(on_workers())
+        if await _any_found([*on_workers(), self._abort_elsewhere(request_id)]):
             return True
-        if unknown:
-            raise unknown[0]
-        return False
+        # Who has left another gateway's line meanwhile is on a worker now.
+        return await _any_found(on_workers())
 
     def abort_waiting(self, request_id: str) -> bool:
         """End a request that waits for room in this router; False if none of this id does."""
@@ -198,10 +196,10 @@ class ClusterRouter:
         first_generation = self._generations.get(prompt.request_id, 0)
         return self._wait_and_drive(Execution(prompt, first_generation, new_claim()))
 
-    async def resume(self, prompt: PromptRequest, hold: Hold) -> AsyncGenerator[RouterEvent]:
+    async def resume(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         first_generation = self._generations.get(prompt.request_id, 0)
         execution = Execution(prompt, first_generation, new_claim())
-        async with aclosing(self._kept.follow(execution, hold)) as events:
+        async with aclosing(self._kept.follow(execution)) as events:
             async for event in events:
                 if isinstance(event, Finished):
                     self.leases.ended(prompt.request_id, execution.followed_on)
@@ -404,7 +402,8 @@ class ClusterRouter:
     ) -> None:
         """Put the decode worker's events into the stream; the recipe is known before its reader."""
         local = route.encoder is None
-        async with aclosing(self._calls.generate(route.decoder, request, local)) as events:
+        hold = execution.prompt.hold
+        async with aclosing(self._calls.generate(route.decoder, request, local, hold)) as events:
             async for event in events:
                 if isinstance(event, Failed):
                     raise event.error
@@ -463,7 +462,8 @@ class ClusterRouter:
         encoder = route.computing.computing
         request = execution.next_request(route.computing.sources, leads=route.hints.leads)
         call = asyncio.create_task(
-            self._calls.prefill(encoder, request, route.decoder), name="prefill"
+            self._calls.prefill(encoder, request, route.decoder, execution.prompt.hold),
+            name="prefill",
         )
         watch = asyncio.create_task(self._raise_when_gone(encoder), name="watch")
         try:
@@ -473,6 +473,28 @@ class ClusterRouter:
             execution.prefilled(call.result())
         finally:
             await end_tasks((call, watch))
+
+
+async def _any_found(asked: Iterable[Awaitable[bool]]) -> bool:
+    """Whether anybody found what all were asked for, at once when one has.
+
+    Raises:
+        RipresaError: nobody did, and somebody did not say.
+    """
+    answers = [asyncio.ensure_future(answer) for answer in asked]
+    failure: RipresaError | None = None
+    try:
+        for answer in asyncio.as_completed(answers):
+            try:
+                if await answer:
+                    return True
+            except RipresaError as error:
+                failure = error
+    finally:
+        await end_tasks(answers)
+    if failure is not None:
+        raise failure
+    return False
 
 
 class _Retries:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class SessionHead:
 
     Attributes:
         conversation: its configuration and preamble.
+        num_tokens: of that, as it was rendered; two heads may differ in it and be the same.
         idle_ttl_s: it expires when nothing was asked of it for so many seconds.
     """
 
@@ -53,6 +55,7 @@ class SessionHead:
     cache_salt: str
     conversation: bytes
     idle_ttl_s: float
+    num_tokens: int = field(default=0, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -101,15 +104,21 @@ class SessionFacts:
 
 @dataclass(frozen=True, slots=True)
 class SessionPath:
-    """The conversation up to one turn, oldest turn first."""
+    """The conversation up to one turn, oldest turn first.
+
+    Attributes:
+        incarnation: of the session; one that is opened later under the same id has another.
+    """
 
     head: SessionHead
     turns: tuple[TurnRecord, ...]
+    incarnation: str
 
 
 @dataclass(slots=True)
 class _Session:
     head: SessionHead
+    incarnation: str
     created: float
     expires: float
     num_bytes: int
@@ -194,7 +203,7 @@ class SessionBooks:
         if session is None:
             if not self._make_room(key, head.num_bytes):
                 return Refusal.SESSION_TOO_LARGE
-            session = self._sessions[key] = _Session(head, now, now, 0)
+            session = self._sessions[key] = _Session(head, secrets.token_hex(8), now, now, 0)
             self._expired.pop(key, None)
             self._grow(key, session, head.num_bytes)
         elif session.head != head:
@@ -220,13 +229,19 @@ class SessionBooks:
             turns.append(turn)
             turn_id = turn.parent_id
         self._touch(key, session, now)
-        return SessionPath(session.head, tuple(reversed(turns)))
+        return SessionPath(session.head, tuple(reversed(turns)), session.incarnation)
 
-    def append(self, key: Key, turn: TurnRecord, now: float) -> Refusal | None:
-        """Add a turn; one that is known already changes nothing."""
+    def append(self, key: Key, incarnation: str, turn: TurnRecord, now: float) -> Refusal | None:
+        """Add a turn; one that is known already changes nothing.
+
+        Args:
+            incarnation: of the session that the turn goes on from, by its `path`.
+        """
         session = self._find(key, now)
         if isinstance(session, Refusal):
             return session
+        if session.incarnation != incarnation:
+            return Refusal.SESSION_NOT_FOUND
         if turn.turn_id in session.turns:
             return None
         if turn.parent_id and turn.parent_id not in session.turns:

@@ -63,7 +63,7 @@ class SessionStore(Protocol):
 
     async def path(self, key: Key, turn_id: str) -> SessionPath | Refusal: ...
 
-    async def append(self, key: Key, turn: TurnRecord) -> Refusal | None: ...
+    async def append(self, key: Key, incarnation: str, turn: TurnRecord) -> Refusal | None: ...
 
     async def close(self, key: Key) -> SessionHead | Refusal: ...
 
@@ -102,8 +102,8 @@ class LocalSessionStore:
     async def path(self, key: Key, turn_id: str) -> SessionPath | Refusal:
         return self._books.path(key, turn_id, time.time())
 
-    async def append(self, key: Key, turn: TurnRecord) -> Refusal | None:
-        return self._books.append(key, turn, time.time())
+    async def append(self, key: Key, incarnation: str, turn: TurnRecord) -> Refusal | None:
+        return self._books.append(key, incarnation, turn, time.time())
 
     async def close(self, key: Key) -> SessionHead | Refusal:
         return self._books.close(key, time.time())
@@ -150,8 +150,8 @@ class RemoteSessionStore:
         answer: SessionPath | Refusal = await self._call("path", key, turn_id)
         return answer
 
-    async def append(self, key: Key, turn: TurnRecord) -> Refusal | None:
-        answer: Refusal | None = await self._call("append", key, turn)
+    async def append(self, key: Key, incarnation: str, turn: TurnRecord) -> Refusal | None:
+        answer: Refusal | None = await self._call("append", key, incarnation, turn)
         return answer
 
     async def close(self, key: Key) -> SessionHead | Refusal:

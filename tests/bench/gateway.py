@@ -44,6 +44,7 @@ from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.observability.metrics import GatewayMetrics
 from ripresa.cluster.routing.prefix_hints import PrefixHints
+from ripresa.cluster.routing.prompt import Hold
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.protos import ripresa_pb2 as pb
@@ -102,6 +103,9 @@ class StandIns:
     def age_s(self, worker_id: str) -> float:
         return 0.0
 
+    def was_decoder(self, worker_id: str) -> bool:
+        return any(report.worker_id == worker_id for report in self._reports)
+
     async def refresh(self) -> None:
         return None
 
@@ -115,7 +119,7 @@ class StandIns:
         raise AssertionError(f"{worker_id} was lost")
 
     async def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
+        self, worker_id: str, request: GenerationRequest, local: bool, hold: Hold
     ) -> AsyncGenerator[EngineEvent]:
         request_id = request.request_id
         self.called[request_id] = time.monotonic()
@@ -130,7 +134,7 @@ class StandIns:
         yield Finished(FinishReason.LENGTH, None, sampling.max_tokens)
 
     async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
+        self, worker_id: str, request: GenerationRequest, receiver: str, hold: Hold
     ) -> WorkCounters:
         return WorkCounters()
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 import torch
 
-from ripresa.cluster.routing.prompt import Hold, KeptPrompt, Placed, PromptRequest, RouterEvent
+from ripresa.cluster.routing.prompt import KeptPrompt, Placed, PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.grammar import Grammars
 from ripresa.workers.models.vocabulary import Vocabulary
@@ -58,7 +58,7 @@ class NoiseRouter:
     async def find_stream(self, stream_id: str, worker_id: str) -> KeptPrompt | None:
         return None
 
-    def resume(self, prompt: PromptRequest, hold: Hold) -> AsyncGenerator[RouterEvent]:
+    def resume(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
         raise RipresaError(ErrorCode.NOT_FOUND, "no stream is kept here")
 
     def called(self, request_id: str, tools: Sequence[str]) -> None:

@@ -200,7 +200,7 @@ class GatewayCalls:
         self.is_dead = True
 
     async def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
+        self, worker_id: str, request: GenerationRequest, local: bool, hold: Hold
     ) -> AsyncGenerator[EngineEvent]:
         reader, streams = uuid.uuid4().hex, self._streams(worker_id)
         is_over = False
@@ -210,11 +210,11 @@ class GatewayCalls:
                     is_over |= isinstance(event, Finished | Failed)
                     yield event
         finally:
-            if not is_over and not self.is_dead:
+            if hold.ends_work and not is_over and not self.is_dead:
                 streams.let_go(reader)
 
     async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
+        self, worker_id: str, request: GenerationRequest, receiver: str, hold: Hold
     ) -> WorkCounters:
         worker, caller, is_over = self._cluster.worker(worker_id), uuid.uuid4().hex, False
         assert isinstance(worker.engine, EncoderEngine)
@@ -224,7 +224,7 @@ class GatewayCalls:
             is_over = True
             return counters
         finally:
-            if not is_over and not self.is_dead:
+            if hold.ends_work and not is_over and not self.is_dead:
                 worker.calls.let_go(caller)
 
     async def abort(self, worker_id: str, request_id: str) -> bool:
@@ -409,6 +409,10 @@ class RoutedCluster:
 
     def age_s(self, worker_id: str) -> float:
         return 0.0
+
+    def was_decoder(self, worker_id: str) -> bool:
+        worker = self.workers_by_id.get(worker_id)
+        return worker is not None and worker.address.kind is WorkerKind.DECODE
 
     async def refresh(self) -> None:
         return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from chat_support import calls_block, encode_output
 from resumable_gateways import Request, Response, TestGateway, resumable_gateways
 from suspensions import Cancelling, for_every_wait
 
+from ripresa.cluster.gateway.admission import Admitted
 from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.status import RequestError
@@ -365,6 +368,69 @@ async def test_an_unknown_stream_is_not_found() -> None:
             "STREAM_NOT_FOUND",
         )
         assert caught.value.resource == ("stream", "x.d0")
+
+
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["begun", "resumed"])
+async def test_a_stream_that_nobody_reads_gives_its_place_and_goes_on_for_resume(
+    is_resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = generate(8, logprobs=20, ignore_eos=True)
+    async with resumable_gateways({}) as gateways:
+        first, second = gateways.another(), gateways.another()
+        first.service.max_unread_s = 0.2
+        is_free = asyncio.Event()
+        close = Admitted.close
+
+        def noted(admitted: Admitted) -> None:
+            close(admitted)
+            is_free.set()
+
+        stream_id = ""
+        if is_resumed:
+            stream_id = (await second.read(request, 1))[0].started.stream_id
+        monkeypatch.setattr(Admitted, "close", noted)
+        server = GrpcServer(first.service, host="127.0.0.1", port=0, drain_notice_s=0)
+        await server.start()
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        address = f"127.0.0.1:{server.port}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            stub = InferenceStub(channel)
+            call: Any
+            if is_resumed:
+                call = stub.Resume(pb.ResumeRequest(stream_id=stream_id))
+            else:
+                call = stub.Generate(request)
+            await asyncio.wait_for(is_free.wait(), 60)
+            assert first.service.num_running == 0
+            told: list[Any] = []
+
+            async def read() -> None:
+                async for message in call:
+                    told.append(message.generate if is_resumed else message)
+
+            with pytest.raises(grpc.aio.AioRpcError, match="go on with Resume") as caught:
+                await asyncio.wait_for(read(), 60)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await server.stop(0)
+        stream_id = stream_id or told[0].started.stream_id
+        rest = await gateways.another().resume(stream_id, len(told))
+        sequence = [message.sequence for message in (*told, *rest)]
+        assert sequence == list(range(len(sequence)))
+        assert rest[-1].completed.usage.completion_tokens == 8 * 200
+
+
+async def test_nobody_looks_for_a_worker_that_a_client_made_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither is one waited for, nor an encoder taken for lost which keeps no streams."""
+    async with resumable_gateways({}, num_encoders=1) as gateways:
+        gateway, lost = gateways.another(), list[str]()
+        monkeypatch.setattr(gateways.cluster, "lost", lost.append)
+        for name in ("made-up", "e0"):
+            with pytest.raises(RequestError, match="no such stream is kept") as caught:
+                await gateway.resume(f"x.{name}")
+            assert caught.value.code is ErrorCode.NOT_FOUND
+        assert lost == []
 
 
 async def test_a_retry_by_request_id_takes_the_place_of_an_abandoned_stream() -> None:

@@ -351,6 +351,52 @@ async def test_an_answer_outlives_a_store_that_is_out_of_reach(
         assert ended(await gateway.resume(told[0].started.stream_id, end_place(told))).turn_id
 
 
+async def test_a_turn_of_a_closed_session_is_none_of_the_one_that_has_its_id_now() -> None:
+    async with resumable_gateways(ANSWERS) as gateways:
+        gateway, second = gateways.another(), gateways.another()
+        await opened(gateway)
+        stream = gateway.open(turn("", user("Weather?"), seed=2))
+        begun = [await anext(stream) for _ in range(3)]
+        await service(gateway).close(pb.CloseSessionRequest(session_id="mine"), Call("close"))
+        await opened(second, opening(preamble=[user("Another one entirely.")]))
+        told = [*begun, *[message async for message in stream]]
+        resumed = await second.resume(begun[0].started.stream_id)
+        for messages in (told, resumed):
+            one = ended(messages)
+            assert one.message.content == "It is cold."
+            assert (one.turn_id, one.turn_error) == ("", "SESSION_NOT_FOUND")
+            assert messages[-1].HasField("completed")
+        assert (await found(gateway)).head_turn_id == ""
+
+
+CUT = {"its length": {"max_tokens": 3}, "a stop string": {"stop": ["co"]}}
+
+
+@pytest.mark.parametrize("by", CUT)
+async def test_tokens_of_an_answer_that_the_model_did_not_end_count(by: str) -> None:
+    async with resumable_gateways(ANSWERS) as gateways:
+        first, second = gateways.another(), gateways.another()
+        head = await opened(first)
+        assert 0 < head.total_tokens == (await found(first)).total_tokens
+        told = await first.ask(turn("", user("Weather?"), seed=2, **CUT[by]))
+        num_prompt = told[0].started.prompt_tokens
+        # The head is a prefix of the first turn's prompt, and the answer follows it.
+        assert head.total_tokens < num_prompt
+        assert (
+            gateways.asked[-1].token_ids[head.total_tokens]
+            == first.service.chat_reader().encoding.user_id
+        )
+        num_said = told[-1].completed.usage.completion_tokens
+        assert num_said >= 3
+        assert (await found(first)).total_tokens == num_prompt + num_said
+        await service(first).close(pb.CloseSessionRequest(session_id="mine"), Call("close"))
+        await opened(first)
+        told = await first.read(turn("", user("Weather?"), seed=2, **CUT[by]), 3)
+        rest = await second.resume(told[0].started.stream_id)
+        num_said = rest[-1].completed.usage.completion_tokens
+        assert (await found(second)).total_tokens == num_prompt + num_said
+
+
 async def test_an_answer_outlives_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies during a turn; its successor knows no session."""
     async with resumable_gateways(ANSWERS) as gateways:

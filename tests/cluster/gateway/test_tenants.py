@@ -17,9 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from http_gateway import http_gateway
 from in_process_router import InProcessRouter
+from resumable_gateways import resumable_gateways
 
 from ripresa.cluster.gateway.api_keys import KeyFile, key_digest
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
+from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -246,3 +248,41 @@ async def test_equal_prompts_of_two_tenants_share_nothing(
     ]
     prompts = {prompt.token_ids for prompt in router.seen}
     assert len(prompts) == 1
+
+
+async def test_what_a_tenant_computed_is_cached_for_nobody_else(tmp_path: Path) -> None:
+    """Not even for the same session id, beside him, or under a salt that is called as his."""
+    path = tmp_path / "keys.yaml"
+    owners = (f'{name}: {{keys: ["{key_digest(f"rk-{name}")}"]}}' for name in ("red", "blue"))
+    path.write_text(f"tenants: {{{', '.join(owners)}}}")
+    text = "a secret that both of them happen to send " * 60
+    async with resumable_gateways({}, num_decoders=1) as gateways:
+        gateway = gateways.another(KeyFile(path))
+        server = GrpcServer(gateway.service, host="127.0.0.1", port=0, drain_notice_s=0)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = ripresa_pb2_grpc.InferenceStub(channel)
+
+            async def cached(name: str, session: str = "", salt: str = "") -> int:
+                """Tokens of the prompt that the tenant finds."""
+                options = pb.RequestOptions(session_id=session, cache_salt=salt)
+                sampling = pb.SamplingParams(max_tokens=4, ignore_eos=True)
+                request = pb.GenerateRequest(text=text, sampling=sampling, options=options)
+                told = [one async for one in stub.Generate(request, metadata=key(name))]
+                assert told[0].started.prompt_tokens > 400
+                await gateways.cluster.told()
+                return int(told[0].started.cached_tokens)
+
+            async def held(name: str) -> int:
+                asked = pb.TokenizeRequest(text=text)
+                return int((await stub.Tokenize(asked, metadata=key(name))).cached_tokens)
+
+            # Neither waits for what the other computes.
+            assert await asyncio.gather(cached("red", "s"), cached("blue", "s", "x")) == [0, 0]
+            assert await held("red") > 400
+            assert await held("blue") == 0
+            for session, salt in (("s", ""), ("", "y"), ("", "red")):
+                assert await cached("blue", session, salt) == 0
+            assert await cached("red", "s") > 400
+            assert await cached("blue", "s") > 400
+        await server.stop(0)

@@ -19,6 +19,7 @@ from peer_cluster import turns_until
 from routed_cluster import RoutedCluster, routed_cluster
 from split_cluster import CONFIG, Stream
 
+from ripresa.cluster.routing.prompt import Hold
 from ripresa.workers import block_moves
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.block_moves import manifest_of
@@ -59,7 +60,7 @@ class Recorded:
 
 async def run(cluster: RoutedCluster, worker: str, request: GenerationRequest) -> Stream:
     """A request that one worker serves from what it holds; the directory then knows."""
-    events = [event async for event in cluster.calls.generate(worker, request, True)]
+    events = [event async for event in cluster.calls.generate(worker, request, True, Hold())]
     await cluster.told()
     stream = Stream(tuple(events))
     stream.assert_equals(reference_stream(request, recipe=recipe_of(stream)))

@@ -17,6 +17,7 @@ from split_cluster import StepGate
 from suspensions import cancelled_at
 
 from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.prompt import Hold
 from ripresa.cluster.routing.router import MAX_EXECUTIONS
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.departure import DrainOrder, DrainProgress
@@ -137,7 +138,7 @@ async def test_streams_end_where_they_are_and_nothing_new_comes() -> None:
             other = await cluster.ask(ask(tokens_of(2, 20), "new"))
             assert other.placed.worker_id == "d1"
             late = Execution(ask(tokens_of(3, 20), "late"), 0, "claim").next_request()
-            refused = await anext(cluster.calls.generate("d0", late, True))
+            refused = await anext(cluster.calls.generate("d0", late, True, Hold()))
             assert isinstance(refused, Failed)
             assert isinstance(refused.error, WorkerLeaving)
             gate.open()

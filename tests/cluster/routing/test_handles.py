@@ -72,7 +72,7 @@ async def test_a_call_that_is_given_up_says_goodbye_unless_the_gateway_is_detach
         events: AsyncGenerator[Any] = (
             calls.resume("d0", "id", 0, Hold())
             if is_resumed
-            else calls.generate("d0", REQUEST, local=True)
+            else calls.generate("d0", REQUEST, True, Hold())
         )
         async with aclosing(events):
             await anext(events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ import pytest
 
 from ripresa.cluster.routing.planner import AllLeaving, NoWorker
 from ripresa.cluster.routing.prefix_hints import NoDirectory, PrefixHints
-from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
+from ripresa.cluster.routing.prompt import Hold, Placed, PromptRequest, RouterEvent
 from ripresa.cluster.routing.router import MAX_EXECUTIONS, ClusterRouter
 from ripresa.cluster.routing.waiting_line import QueueTimeout
 from ripresa.cluster.routing.worker_load import PlannerSettings
@@ -113,6 +113,9 @@ class Cluster:
     def age_s(self, worker_id: str) -> float:
         return 0.0
 
+    def was_decoder(self, worker_id: str) -> bool:
+        return worker_id.startswith("d")
+
     async def refresh(self) -> None:
         return None
 
@@ -144,7 +147,7 @@ class Cluster:
         self._changed = asyncio.Event()
 
     async def generate(
-        self, worker_id: str, request: GenerationRequest, local: bool
+        self, worker_id: str, request: GenerationRequest, local: bool, hold: Hold
     ) -> AsyncGenerator[EngineEvent]:
         self.decoded.append((worker_id, request))
         self._has_state[request.request_id] = asyncio.Event()
@@ -163,7 +166,7 @@ class Cluster:
             self.ended.append(worker_id)
 
     async def prefill(
-        self, worker_id: str, request: GenerationRequest, receiver: str
+        self, worker_id: str, request: GenerationRequest, receiver: str, hold: Hold
     ) -> WorkCounters:
         self.prefilled.append((worker_id, request))
         self.prefill_started.set()
@@ -608,3 +611,56 @@ async def test_a_wait_ends_by_an_abort_at_another_gateway() -> None:
     assert not await other.abort("nobody's")
     assert asked == [PROMPT.request_id, "nobody's"]
     cluster.router.check_integrity()
+
+
+def beside(cluster: Cluster, elsewhere: Callable[[str], Awaitable[bool]]) -> ClusterRouter:
+    """Another gateway's router, and how it reaches the other ones."""
+    hints = PrefixHints(NoDirectory(), GEOMETRY, lambda worker_id: None)
+    return ClusterRouter(cluster, cluster, hints, PlannerSettings(), abort_elsewhere=elsewhere)
+
+
+async def test_a_gateway_that_does_not_answer_hides_nothing_that_runs_on_a_worker() -> None:
+    cluster = Cluster()
+
+    async def silent(request_id: str) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    async def away(request_id: str) -> bool:
+        raise Unavailable("a gateway is out of reach")
+
+    stream = cluster.router.generate(PROMPT)
+    await anext(stream)
+    async with asyncio.timeout(30):
+        for elsewhere in (silent, away):
+            assert await beside(cluster, elsewhere).abort(PROMPT.request_id)
+        with pytest.raises(Unavailable, match="out of reach"):
+            await beside(cluster, away).abort("nobody's")
+    await stream.aclose()
+
+
+async def test_an_abort_finds_who_leaves_another_gateways_line_meanwhile() -> None:
+    cluster = Cluster()
+
+    async def elsewhere(request_id: str) -> bool:
+        # Workers have been asked; now the request goes to one.
+        await cluster.run()
+        return False
+
+    assert await beside(cluster, elsewhere).abort(PROMPT.request_id)
+
+
+async def test_a_worker_that_does_not_answer_hides_nothing_that_another_one_runs() -> None:
+    cluster = Cluster()
+    await cluster.run()
+    abort = cluster.abort
+
+    async def from_one(worker_id: str, request_id: str) -> bool:
+        if worker_id == "d1":
+            raise Unreachable("d1 is gone")
+        return await abort(worker_id, request_id)
+
+    cluster.abort = from_one  # type: ignore[method-assign]
+    assert await cluster.router.abort(PROMPT.request_id)
+    with pytest.raises(Unreachable):
+        await cluster.router.abort("nobody's")

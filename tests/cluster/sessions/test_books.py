@@ -25,6 +25,12 @@ def turn(turn_id: str, parent_id: str = "", size: int = 10) -> TurnRecord:
     return TurnRecord(turn_id, parent_id, b"m" * size, b"", b"", 1, "d0")
 
 
+def append(books: SessionBooks, key: Key, turn: TurnRecord, now: float = 0.0) -> Refusal | None:
+    """To the session that is open."""
+    found = books.path(key, "", now)
+    return found if isinstance(found, Refusal) else books.append(key, found.incarnation, turn, now)
+
+
 def path(books: SessionBooks, key: Key, turn_id: str, now: float = 0.0) -> list[str]:
     found = books.path(key, turn_id, now)
     assert isinstance(found, SessionPath), found
@@ -34,12 +40,12 @@ def path(books: SessionBooks, key: Key, turn_id: str, now: float = 0.0) -> list[
 def test_a_session_expires_when_it_is_idle_and_says_so() -> None:
     books = SessionBooks(1 << 20)
     books.open(MINE, HEAD, 0.0)
-    assert books.append(MINE, turn("a"), 5.0) is None
+    assert append(books, MINE, turn("a"), 5.0) is None
     assert path(books, MINE, "a", 14.0) == ["a"]
     # Looking at it is no use of it.
     assert isinstance(books.get(MINE, 23.0), SessionFacts)
     assert books.get(MINE, 24.0) is Refusal.SESSION_EXPIRED
-    assert books.append(MINE, turn("b", "a"), 24.0) is Refusal.SESSION_EXPIRED
+    assert append(books, MINE, turn("b", "a"), 24.0) is Refusal.SESSION_EXPIRED
     assert (books.num_sessions, books.num_bytes) == (0, 0)
     opened = books.open(MINE, HEAD, 25.0)
     assert isinstance(opened, SessionFacts)
@@ -57,7 +63,7 @@ def test_sessions_that_expire_first_make_room() -> None:
     books.open(keys[3], HEAD, 4.0)
     assert books.get(keys[1], 4.0) is Refusal.SESSION_EXPIRED
     assert all(isinstance(books.get(key, 4.0), SessionFacts) for key in (keys[0], *keys[2:]))
-    assert books.append(keys[0], turn("x", size=room), 4.0) is Refusal.SESSION_TOO_LARGE
+    assert append(books, keys[0], turn("x", size=room), 4.0) is Refusal.SESSION_TOO_LARGE
     assert books.open(("", "e"), SessionHead("m", "", b"x" * room, 10.0), 4.0) is (
         Refusal.SESSION_TOO_LARGE
     )
@@ -91,7 +97,7 @@ def test_no_tenant_loses_a_session_because_of_one_who_holds_more(
         before, key = dict(sizes), (tenant, str(name))
         if key in sizes:
             record = turn(str(now), size=size)
-            refused = books.append(key, record, now)
+            refused = append(books, key, record, now)
             added = record.num_bytes
         else:
             head = SessionHead("m", "", b"x" * size, ttl_s)
@@ -124,7 +130,7 @@ def test_many_long_lived_sessions_of_one_tenant_cost_another_none() -> None:
     greedy = SessionHead("m", "", b"x" * RECORD_BYTES, 86400.0)
     for number in range(1000):
         assert isinstance(books.open(("greedy", str(number)), greedy, 1.0), SessionFacts)
-    assert books.append(MINE, turn("a"), 2.0) is None
+    assert append(books, MINE, turn("a"), 2.0) is None
     assert path(books, MINE, "a", 2.0) == ["a"]
     assert isinstance(books.get(("greedy", "999"), 2.0), SessionFacts)
 
@@ -137,14 +143,33 @@ def tree() -> SessionBooks:
 
 
 def test_appending_is_idempotent_and_needs_its_parent(tree: SessionBooks) -> None:
-    assert tree.append(MINE, turn("b", "a"), 0.0) is Refusal.TURN_NOT_FOUND
+    assert append(tree, MINE, turn("b", "a"), 0.0) is Refusal.TURN_NOT_FOUND
     for _ in range(2):
-        assert tree.append(MINE, turn("a"), 0.0) is None
+        assert append(tree, MINE, turn("a"), 0.0) is None
     assert tree.num_bytes == HEAD.num_bytes + turn("a").num_bytes
     closed = tree.close(MINE, 0.0)
     assert closed == HEAD
     assert tree.close(MINE, 0.0) is Refusal.SESSION_NOT_FOUND
     assert tree.num_bytes == 0
+
+
+def test_a_later_session_of_the_same_id_gets_no_turn_of_an_earlier_one(tree: SessionBooks) -> None:
+    """Whether the earlier one was closed, or has expired."""
+    earlier = tree.path(MINE, "", 0.0)
+    assert isinstance(earlier, SessionPath)
+    tree.open(MINE, HEAD, 1.0)
+    assert tree.append(MINE, earlier.incarnation, turn("a"), 1.0) is None
+    for ending, now in (("close", 2.0), ("expire", 20.0)):
+        if ending == "close":
+            tree.close(MINE, now)
+        tree.open(MINE, HEAD, now)
+        assert tree.append(MINE, earlier.incarnation, turn("b"), now) is Refusal.SESSION_NOT_FOUND
+        opened = tree.get(MINE, now)
+        assert isinstance(opened, SessionFacts)
+        assert opened.head_turn is None
+        later = tree.path(MINE, "", now)
+        assert isinstance(later, SessionPath)
+        earlier = later
 
 
 @given(parents=st.lists(st.integers(min_value=-1, max_value=30), max_size=30))
@@ -155,7 +180,7 @@ def test_every_turn_finds_its_own_path(parents: list[int]) -> None:
     for number, parent in enumerate(parents):
         parent = min(parent, number - 1)
         above = [] if parent < 0 else expected[parent]
-        assert books.append(MINE, turn(str(number), above[-1] if above else ""), 0.0) is None
+        assert append(books, MINE, turn(str(number), above[-1] if above else ""), 0.0) is None
         expected.append([*above, str(number)])
     assert [path(books, MINE, str(number)) for number in range(len(parents))] == expected
     assert path(books, MINE, "") == []

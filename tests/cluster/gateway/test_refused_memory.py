@@ -1,0 +1,134 @@
+"""Does a refused prompt go with its refusal, without waiting for the garbage collector?"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+from in_process_router import InProcessRouter
+
+from ripresa.cluster.gateway.chat_encoding import ChatEncoding
+from ripresa.cluster.gateway.grpc_server import GrpcServer
+from ripresa.cluster.gateway.http_server import http_app
+from ripresa.cluster.gateway.served_model import ServedModel
+from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.tokenizer import Tokenizer
+from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.protos import ripresa_pb2 as pb
+
+MAX_BYTES = 1 << 18
+LONG = "a long log line " * 4000
+"""Fits into a message, and into no model's context."""
+HUGE = LONG * 5
+MESSAGES = (pb.ChatRequest, pb.GenerateRequest, pb.TokenizeRequest, pb.OpenSessionRequest)
+
+
+def chat(text: str) -> pb.ChatRequest:
+    messages = [pb.Message(role=pb.ROLE_USER, content=text)]
+    return pb.ChatRequest(full=pb.FullConversation(messages=messages))
+
+
+GRPC: dict[str, tuple[str, Any]] = {
+    "chat": ("Chat", chat(LONG)),
+    "generate": ("Generate", pb.GenerateRequest(text=LONG)),
+    "tokenize": ("Tokenize", pb.TokenizeRequest(text=LONG, cache_salt="s" * 2000)),
+    "too large": ("Chat", chat(HUGE)),
+    "wrong": ("Chat", pb.ChatRequest(full=chat(LONG).full, options={"session_id": "s" * 2000})),
+}
+ASKED = {"messages": [{"role": "user", "content": LONG}]}
+HTTP: dict[str, tuple[str, Any]] = {
+    "chat": ("/v1/chat/completions", ASKED),
+    "messages": ("/v1/messages", {**ASKED, "max_tokens": 5}),
+    "responses": ("/v1/responses", {"input": LONG}),
+    "completions": ("/v1/completions", {"prompt": LONG}),
+    "tokenize": ("/tokenize", {"prompt": LONG, "cache_salt": "s" * 2000}),
+    "too large": ("/v1/completions", {"prompt": HUGE}),
+    "wrong": ("/v1/chat/completions", {**ASKED, "temperature": 9}),
+    "unknown": ("/v1/chat/completions", {"messages": [{"role": "who", "content": LONG}]}),
+    "no request": ("/v1/messages", [LONG]),
+}
+
+
+@pytest.fixture
+async def small(
+    router: InProcessRouter, chat_model: ServedModel, demo: Tokenizer, encoding: ChatEncoding
+) -> AsyncIterator[InferenceService]:
+    service = InferenceService(
+        router,
+        chat_model,
+        demo,
+        GatewayMetrics(),
+        encoding=encoding,
+        max_message_bytes=MAX_BYTES,
+    )
+    yield service
+    assert not router.seen
+    service.close()
+
+
+@pytest.fixture
+def garbage() -> Iterator[list[Any]]:
+    """What only the collector would find from now on."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    yield gc.garbage
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+async def check(garbage: list[Any], refused: Callable[[], Awaitable[None]]) -> None:
+    """Nothing of a prompt is left behind by its refusal but what nobody refers to."""
+    await refused()
+    gc.collect()
+    garbage.clear()
+    await refused()
+    # Threads and callbacks let go of what they have just handed on.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    for thing in garbage:
+        for held in (thing, *gc.get_referents(thing)):
+            assert not isinstance(held, MESSAGES), thing
+            assert not isinstance(held, str | bytes) or len(held) < len(LONG), thing
+
+
+@pytest.mark.parametrize("name", GRPC)
+async def test_by_grpc(small: InferenceService, garbage: list[Any], name: str) -> None:
+    method, request = GRPC[name]
+    raw = request.SerializeToString()
+    server = GrpcServer(
+        small, host="127.0.0.1", port=0, drain_notice_s=0, max_message_bytes=MAX_BYTES
+    )
+    await server.start()
+
+    async def refused() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            # Bytes, so that no message of the client's is among the garbage.
+            call = channel.unary_stream(f"/ripresa.v1.Inference/{method}")(raw)
+            code = await call.code()
+        assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    await check(garbage, refused)
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("name", HTTP)
+async def test_by_http(small: InferenceService, garbage: list[Any], name: str) -> None:
+    path, body = HTTP[name]
+    transport = httpx.ASGITransport(http_app(lambda: small))
+    content = json.dumps(body)
+
+    async def refused() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            response = await client.post(path, content=content)
+        assert 400 <= response.status_code < 500
+
+    await check(garbage, refused)
