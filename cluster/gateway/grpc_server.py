@@ -319,8 +319,8 @@ async def _call(
         status.end(context, error, call.request_id)
     except Exception as error:
         log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
-        text = f"unexpected failure; the gateway's log has it under request {call.request_id}"
-        status.end(context, RipresaError(ErrorCode.INTERNAL, text), call.request_id)
+        told = RipresaError(ErrorCode.INTERNAL, status.unexpected_failure(call.request_id))
+        status.end(context, told, call.request_id)
 
 
 def _unread(max_unread_s: float | None) -> RequestError:

@@ -23,6 +23,7 @@ from ripresa.cluster.gateway.http_failure import REQUEST_ID, failure
 from ripresa.cluster.gateway.http_stream import CLOSED
 from ripresa.cluster.gateway.http_tokens import token_routes
 from ripresa.cluster.gateway.service import InferenceService
+from ripresa.cluster.gateway.status import unexpected_failure
 from ripresa.cluster.gateway.validation import check_request_id, scoped_id
 from ripresa.cluster.observability.metrics import CONTENT_TYPE
 from ripresa.cluster.version import VERSION
@@ -109,8 +110,8 @@ def http_app(
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         request_id = request.state.request_id
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
-        text = f"unexpected failure; the gateway's log has it under request {request_id}"
-        answer = failure(request.scope, RipresaError(ErrorCode.INTERNAL, text), request_id)
+        told = RipresaError(ErrorCode.INTERNAL, unexpected_failure(request_id))
+        answer = failure(request.scope, told, request_id)
         if not is_behind_serve:
             answer.headers[REQUEST_ID] = request_id  # this answer passes by `RequestIds`
         return answer

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message as ASGIMessage
 from starlette.types import Receive, Scope, Send
 
-from ripresa.cluster.gateway.status import http_error
+from ripresa.cluster.gateway.status import http_error, unexpected_failure
 from ripresa.workers.errors import ErrorCode, RipresaError
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ async def respond(
     if first.is_whole:
         await messages.aclose()
         return Response(first.data, media_type="application/json")
-    return _EventStream(_events(first, messages, last, failed), messages, max_unread_s)
+    events = _events(first, messages, last, failed, request.state.request_id)
+    return _EventStream(events, messages, max_unread_s)
 
 
 class _EventStream(StreamingResponse):
@@ -109,7 +110,11 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(
-    first: Message, messages: AsyncGenerator[Message], last: str | None, failed: ErrorMessage
+    first: Message,
+    messages: AsyncGenerator[Message],
+    last: str | None,
+    failed: ErrorMessage,
+    request_id: str,
 ) -> AsyncGenerator[bytes]:
     yield _event(first)
     try:
@@ -120,6 +125,11 @@ async def _events(
         if error.code is ErrorCode.INTERNAL:
             log.error("a stream failed", exc_info=error)
         yield _event(failed(error))
+        return
+    except Exception:
+        # The status has been sent, so this event is the only place where the client can be told.
+        log.exception("the stream of request %s failed unexpectedly", request_id)
+        yield _event(failed(RipresaError(ErrorCode.INTERNAL, unexpected_failure(request_id))))
         return
     if last is not None:
         yield _event(Message(last))

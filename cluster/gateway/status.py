@@ -283,3 +283,8 @@ def shorten(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
         mark = " …".encode()
         raw = raw[: max_bytes - len(mark)].decode("utf-8", errors="ignore").encode() + mark
     return raw.decode("utf-8")
+
+
+def unexpected_failure(request_id: str) -> str:
+    """What a client is told of a failure that nobody foresaw."""
+    return f"unexpected failure; the gateway's log has it under request {request_id}"
