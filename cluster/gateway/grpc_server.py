@@ -253,8 +253,8 @@ def _unary_handler(
     answer: Unary, authenticate: Authenticate
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> Message | None:
-        async with _call(request, context, authenticate) as call:
-            return await answer(request, call)
+        async with _call(request, context) as opened:
+            return await answer(request, _admitted(opened, request, context, authenticate))
         return None
 
     return handle
@@ -264,19 +264,18 @@ def _streaming_handler(
     answer: Streaming, authenticate: Authenticate, max_unread_s: float | None
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
-        async with (
-            _call(request, context, authenticate) as call,
-            aclosing(answer(request, call)) as responses,
-        ):
-            async for response in responses:
-                try:
-                    async with asyncio.timeout(max_unread_s):
-                        await context.write(response)
-                except grpc.aio.InternalError:
-                    return  # the client has just left, and gRPC has yet to cancel this call
-                except TimeoutError:
-                    call.hold.ends_work = False
-                    raise _unread(max_unread_s) from None
+        async with _call(request, context) as opened:
+            call = _admitted(opened, request, context, authenticate)
+            async with aclosing(answer(request, call)) as responses:
+                async for response in responses:
+                    try:
+                        async with asyncio.timeout(max_unread_s):
+                            await context.write(response)
+                    except grpc.aio.InternalError:
+                        return  # the client has just left, and gRPC has yet to cancel this call
+                    except TimeoutError:
+                        call.hold.ends_work = False
+                        raise _unread(max_unread_s) from None
 
     return handle
 
@@ -285,7 +284,8 @@ def _unimplemented_handler(
     method: MethodDescriptor, authenticate: Authenticate
 ) -> Callable[[Message | RipresaError, Context], Any]:
     async def handle(request: Message | RipresaError, context: Context) -> None:
-        async with _call(request, context, authenticate):
+        async with _call(request, context) as opened:
+            _admitted(opened, request, context, authenticate)
             # A request that no version could serve is refused as such.
             context.set_code(grpc.StatusCode.UNIMPLEMENTED)
             context.set_details(f"{method.full_name} is not served by this version yet")
@@ -294,10 +294,10 @@ def _unimplemented_handler(
 
 
 @asynccontextmanager
-async def _call(
-    request: Message | RipresaError, context: Context, authenticate: Authenticate
-) -> AsyncGenerator[Call]:
-    """Runs a call's body; whatever it raises becomes a status, logged where it is our fault.
+async def _call(request: Message | RipresaError, context: Context) -> AsyncGenerator[Call]:
+    """Runs the body of a call that is nobody's yet.
+
+    Whatever it raises becomes a status, logged where it is our fault.
 
     gRPC itself cancels the body when the client cancels or vanishes and when the deadline passes.
     """
@@ -309,9 +309,6 @@ async def _call(
         own_id = request.options.request_id
     call = Call(own_id or uuid.uuid4().hex, deadline)
     try:
-        call = replace(call, tenant=authenticate(_api_key(context)))
-        if isinstance(request, RipresaError):
-            raise request
         yield call
     except RipresaError as error:
         if error.code is ErrorCode.INTERNAL:
@@ -321,6 +318,20 @@ async def _call(
         log.error("request %s failed unexpectedly", call.request_id, exc_info=error)
         told = RipresaError(ErrorCode.INTERNAL, status.unexpected_failure(call.request_id))
         status.end(context, told, call.request_id)
+
+
+def _admitted(
+    call: Call, request: Message | RipresaError, context: Context, authenticate: Authenticate
+) -> Call:
+    """The call as its tenant's.
+
+    Raises:
+        RipresaError: the key is not known, or the request could not be read.
+    """
+    admitted = replace(call, tenant=authenticate(_api_key(context)))
+    if isinstance(request, RipresaError):
+        raise request
+    return admitted
 
 
 def _unread(max_unread_s: float | None) -> RequestError:

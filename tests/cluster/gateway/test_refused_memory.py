@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
-import httpx2 as httpx
 import pytest
 from in_process_router import InProcessRouter
 
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
-from ripresa.cluster.gateway.http_server import http_app
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.tokenizer import Tokenizer
@@ -37,21 +34,8 @@ def chat(text: str) -> pb.ChatRequest:
 GRPC: dict[str, tuple[str, Any]] = {
     "chat": ("Chat", chat(LONG)),
     "generate": ("Generate", pb.GenerateRequest(text=LONG)),
-    "tokenize": ("Tokenize", pb.TokenizeRequest(text=LONG, cache_salt="s" * 2000)),
     "too large": ("Chat", chat(HUGE)),
     "wrong": ("Chat", pb.ChatRequest(full=chat(LONG).full, options={"session_id": "s" * 2000})),
-}
-ASKED = {"messages": [{"role": "user", "content": LONG}]}
-HTTP: dict[str, tuple[str, Any]] = {
-    "chat": ("/v1/chat/completions", ASKED),
-    "messages": ("/v1/messages", {**ASKED, "max_tokens": 5}),
-    "responses": ("/v1/responses", {"input": LONG}),
-    "completions": ("/v1/completions", {"prompt": LONG}),
-    "tokenize": ("/tokenize", {"prompt": LONG, "cache_salt": "s" * 2000}),
-    "too large": ("/v1/completions", {"prompt": HUGE}),
-    "wrong": ("/v1/chat/completions", {**ASKED, "temperature": 9}),
-    "unknown": ("/v1/chat/completions", {"messages": [{"role": "who", "content": LONG}]}),
-    "no request": ("/v1/messages", [LONG]),
 }
 
 
@@ -118,17 +102,3 @@ async def test_by_grpc(small: InferenceService, garbage: list[Any], name: str) -
 
     await check(garbage, refused)
     await server.stop(0)
-
-
-@pytest.mark.parametrize("name", HTTP)
-async def test_by_http(small: InferenceService, garbage: list[Any], name: str) -> None:
-    path, body = HTTP[name]
-    transport = httpx.ASGITransport(http_app(lambda: small))
-    content = json.dumps(body)
-
-    async def refused() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            response = await client.post(path, content=content)
-        assert 400 <= response.status_code < 500
-
-    await check(garbage, refused)
