@@ -231,6 +231,8 @@ def _added(tuned: Sequence[Cell]) -> str:
 
 
 def _with_interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:  # of too few conversations
+        return f"{estimate.mean:+.4f} -"
     return f"{estimate.mean:+.4f} [{estimate.low:+.4f}, {estimate.high:+.4f}]"
 
 

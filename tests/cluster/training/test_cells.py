@@ -186,11 +186,17 @@ def test_cells_are_means_over_tokens_and_answers() -> None:
     first = [Reading(whole, 3, 1.0, True), Reading(cut, 3, 1.5, True)]
     second = [Reading(whole, 1, 0.5, True), Reading(cut, 1, 0.5, False)]
     others = [Reading(way, 2, 1.0, True) for way in WAYS if way not in (whole, cut)]
-    found = cells([[*first, *others], [], second + others])
-    assert (found[cut].num_answers, found[cut].num_tokens) == (2, 4)
+    few = cells([[*first, *others], [], second + others])
+    assert few[cut].added == Estimate(0.125)
+    assert any(" +0.1250 - " in line for line in cell_table(few, [few]))
+    found = cells([[*first, *others], [], second + others] * 4)
+    assert (found[cut].num_answers, found[cut].num_tokens) == (8, 16)
     assert (found[cut].nll, found[cut].exact) == (0.5, 0.5)
     assert found[cut].added.mean == 0.125
-    assert found[cut].added.low <= 0.125 <= found[cut].added.high
+    low, high = found[cut].added.low, found[cut].added.high
+    assert low is not None
+    assert high is not None
+    assert low <= 0.125 <= high
     assert found[whole].added == Estimate(0.0, 0.0, 0.0)
     with pytest.raises(InvalidArgument, match="too short"):
         cells([[], []])
