@@ -22,7 +22,7 @@ from ripresa.workers.worker_process import model_folder
 MAX_BYTES = 40_000_000
 
 
-SIZES = [Size.DEMO]
+SIZES = list(Size)
 FOLDERS = [size.bundled for size in SIZES]
 
 
