@@ -268,7 +268,7 @@ class ServedCluster:
         try:
             self.cluster.handle(GATEWAY).broadcast("check_integrity").results(timeout_s=30)
         except (RipresaError, RayActorError, DeploymentUnavailableError) as error:
-            # A replica that died a moment ago may still be listed, or none be there until another is.
+            # A replica that died a moment ago may still be listed, or its successor not yet.
             raise AssertionError(str(error)) from error
         metrics = self.metrics()
         assert metrics["ripresa_num_requests_running"] == 0
