@@ -15,6 +15,7 @@ from ripresa.cluster.progress import MAX_PAUSE_S, progress
 
 if TYPE_CHECKING:
     from ripresa.cluster.training.cells import Cell, Way
+    from ripresa.cluster.training.run import Training
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,9 +69,33 @@ def _with_extent(command: F) -> F:
     return command
 
 
-def _require_one_length(minutes: float | None, tokens: int | None) -> None:
+def _train(
+    make: Callable[..., Training],
+    *,
+    folder: Path,
+    size: str,
+    minutes: float | None,
+    tokens: int | None,
+    seed: int,
+    processes: int,
+    products: str,
+) -> None:
+    """Begin the training that `make` gives for these options, or go on with the folder's."""
     if (minutes is None) == (tokens is None):
         raise click.UsageError("give one of --minutes and --tokens")
+    with progress("preparing"):
+        from ripresa.cluster.training.run import open_training, run_training
+        from ripresa.workers.demo.training.sizes import Size
+
+        asked = make(
+            size=Size(size),
+            num_tokens=tokens or 1,
+            seed=seed,
+            num_processes=processes,
+            is_narrow=products == "bfloat16",
+        )
+        training = open_training(folder, asked, minutes)
+    run_training(folder, training, click.echo)
 
 
 @click.group()
@@ -80,15 +105,7 @@ def train() -> None:
 
 @train.command("demo")
 @_with_extent
-def train_demo(
-    folder: Path,
-    size: str,
-    minutes: float | None,
-    tokens: int | None,
-    seed: int,
-    processes: int,
-    products: str,
-) -> None:
+def train_demo(**extent: Any) -> None:
     """Train the demo model, or its tiny twin, on conversations about coined ledgers.
 
     The state is saved every five minutes; the same command goes on after a kill. At the end
@@ -99,14 +116,13 @@ def train_demo(
       ripresa train demo --minutes 75 --processes 2 --folder /tmp/demo
       ripresa train demo --size tiny --tokens 5000000 --folder /tmp/tiny
     """
-    _require_one_length(minutes, tokens)
-    with progress("preparing"):
-        from ripresa.cluster.training.run import Training, open_training, run_training
-        from ripresa.workers.demo.training.sizes import Size
 
-        asked = Training(Size(size), tokens or 1, seed, processes, products == "bfloat16")
-        training = open_training(folder, asked, minutes)
-    run_training(folder, training, click.echo)
+    def made(**asked: Any) -> Training:
+        from ripresa.cluster.training.run import Training
+
+        return Training(**asked)
+
+    _train(made, **extent)
 
 
 _source = click.option(
@@ -121,16 +137,7 @@ _source = click.option(
 @train.command("continue")
 @_source
 @_with_extent
-def train_continue(
-    source: Path,
-    folder: Path,
-    size: str,
-    minutes: float | None,
-    tokens: int | None,
-    seed: int,
-    processes: int,
-    products: str,
-) -> None:
+def train_continue(source: Path, **extent: Any) -> None:
     """Train a trained model further, mostly on questions about what it read long before.
 
     The state is saved every five minutes; the same command goes on after a kill. At the end
@@ -140,17 +147,13 @@ def train_continue(
     Example:
       ripresa train continue --from /tmp/demo --minutes 90 --folder /tmp/demo-longer
     """
-    _require_one_length(minutes, tokens)
-    with progress("preparing"):
-        from ripresa.cluster.training.continued import ContinuedTraining
-        from ripresa.cluster.training.run import open_training, run_training
-        from ripresa.workers.demo.training.sizes import Size
 
-        asked = ContinuedTraining(
-            Size(size), tokens or 1, seed, processes, products == "bfloat16", str(source.resolve())
-        )
-        training = open_training(folder, asked, minutes)
-    run_training(folder, training, click.echo)
+    def made(**asked: Any) -> Training:
+        from ripresa.cluster.training.continued import ContinuedTraining
+
+        return ContinuedTraining(**asked, source=str(source.resolve()))
+
+    _train(made, **extent)
 
 
 @train.command("replay")
@@ -163,17 +166,7 @@ def train_continue(
     help="Of the sequences, those that are cut; 0 trains on without cuts, to compare with.",
 )
 @_with_extent
-def train_replay(
-    source: Path,
-    cut_share: float,
-    folder: Path,
-    size: str,
-    minutes: float | None,
-    tokens: int | None,
-    seed: int,
-    processes: int,
-    products: str,
-) -> None:
+def train_replay(source: Path, cut_share: float, **extent: Any) -> None:
     """Fine-tune a trained model to be replayed: its windows begin anew at drawn places.
 
     Half of the cut sequences are cut in the decoder half alone, as at the end of a prompt, the
@@ -185,23 +178,13 @@ def train_replay(
       ripresa train replay --size tiny --from /tmp/tiny --minutes 8 --folder /tmp/tiny-replay
       ripresa train cells /tmp/tiny /tmp/tiny-replay
     """
-    _require_one_length(minutes, tokens)
-    with progress("preparing"):
-        from ripresa.cluster.training.replay_aware import ReplayTraining
-        from ripresa.cluster.training.run import open_training, run_training
-        from ripresa.workers.demo.training.sizes import Size
 
-        asked = ReplayTraining(
-            Size(size),
-            tokens or 1,
-            seed,
-            processes,
-            products == "bfloat16",
-            str(source.resolve()),
-            cut_share,
-        )
-        training = open_training(folder, asked, minutes)
-    run_training(folder, training, click.echo)
+    def made(**asked: Any) -> Training:
+        from ripresa.cluster.training.replay_aware import ReplayTraining
+
+        return ReplayTraining(**asked, source=str(source.resolve()), cut_share=cut_share)
+
+    _train(made, **extent)
 
 
 @train.command("cells")

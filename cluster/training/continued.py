@@ -1,4 +1,4 @@
-"""How does a trained model learn more? A training that goes on from where another one ended."""
+"""How does a training begin where another one ended? And which one makes the model learn more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FIRST_SEED = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuedTraining(Training):
-    """Samples that the first training did not read, mostly questions about what is far back.
+class LaterTraining(Training):
+    """A training that begins with the parameters of another one.
 
     Attributes:
         source: folder of a finished training, or a checkpoint.
@@ -32,12 +32,21 @@ class ContinuedTraining(Training):
     source: str
 
     @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_dict(config_of(self.size))
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return finished_parameters(Path(self.source), self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedTraining(LaterTraining):
+    """Samples that the first training did not read, mostly questions about what is far back."""
+
+    @property
     def plan(self) -> Plan:
         return continuation(self.num_steps)
 
     @property
     def batches(self) -> Batches:
         return LedgerBatches(TOKENIZER, _FIRST_SEED + self.seed)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return finished_parameters(Path(self.source), ModelConfig.from_dict(config_of(self.size)))
