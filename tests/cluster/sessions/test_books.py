@@ -69,6 +69,22 @@ def test_sessions_that_expire_first_make_room() -> None:
     )
 
 
+def test_a_session_used_twice_at_one_time_makes_room_once() -> None:
+    books = SessionBooks(3 * HEAD.num_bytes)
+    first, second, third = (("", name) for name in "abc")
+    for key in (first, second, third):
+        books.open(key, HEAD, 0.0)
+    for _ in range(2):
+        path(books, first, "", 1.0)
+    path(books, second, "", 2.0)
+    path(books, third, "", 3.0)
+    # More than the first one leaves.
+    assert append(books, third, turn("x", size=HEAD.num_bytes), 3.0) is None
+    assert books.get(first, 3.0) is Refusal.SESSION_EXPIRED
+    assert books.get(second, 3.0) is Refusal.SESSION_EXPIRED
+    assert books.num_bytes == 2 * HEAD.num_bytes + RECORD_BYTES
+
+
 def num_bytes(sessions: dict[Key, int], tenant: str) -> int:
     return sum(size for key, size in sessions.items() if key[0] == tenant)
 
