@@ -42,7 +42,7 @@ from ripresa.workers.cache.kv_layout import REWIND_TOKENS
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.decode_worker import DecodeWorker
 from ripresa.workers.encoder_worker import EncoderWorker
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, reason_of
 from ripresa.workers.model_runner import model_digest
 from ripresa.workers.models.checkpoint import Checkpoint
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
@@ -217,7 +217,7 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
             f"{ray_settings.address} cannot be joined" if ray_settings.address else "did not start"
         )
         raise Unavailable(
-            f"Ray {what}: {error}; try again when less else runs here, or look into "
+            f"Ray {what}: {reason_of(error)}; try again when less else runs here, or look into "
             f"{ray_settings.temp_dir or '/tmp/ray'}/session_latest/logs"
         ) from error
     # Serve's own progress in the starting process; warnings stay.

@@ -34,7 +34,7 @@ from ripresa.workers.cache.block_record import (
 from ripresa.workers.cache.block_table import PagePool
 from ripresa.workers.cache.cache_events import FindKeepers, Origin, Unkept
 from ripresa.workers.config import MoveConfig
-from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError
+from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError, reason_of
 from ripresa.workers.models.base import ModelRunner
 from ripresa.workers.prefix_serving import LiveState
 from ripresa.workers.replay import RULES_VERSION
@@ -212,7 +212,7 @@ class BlockGiving:
             self.num_late += len(chain)
             return 0
         except BaseException as error:
-            await transfer.fail(str(error) or type(error).__name__)
+            await transfer.fail(reason_of(error))
             raise
         finally:
             self.num_bytes += transfer.num_bytes_sent

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.parked_states import ParkedSession
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, WorkerLeaving
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, WorkerLeaving, reason_of
 from ripresa.workers.prefix_sources import BlockSource, ImageSource, PrefixSources
 from ripresa.workers.replay import ReplayMode, TailVariant
 from ripresa.workers.report import SessionMove, WorkerState
@@ -283,7 +283,7 @@ class Departure:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return await self._has_other()
         except (RipresaError, TimeoutError) as error:
-            logger.warning("whether another worker is ready is not known: %s", error)
+            logger.warning("whether another worker is ready is not known: %s", reason_of(error))
             return False
 
     def _move_to(self, state: WorkerState) -> None:
@@ -324,7 +324,7 @@ class Departure:
             async with asyncio.timeout(MOVE_TIMEOUT_S):
                 return await self._adopt(receiver, request)
         except (RipresaError, TimeoutError) as error:
-            logger.warning("%s took no session: %s", receiver.worker_id, error)
+            logger.warning("%s took no session: %s", receiver.worker_id, reason_of(error))
             return False
         except Exception:
             # One session's failure holds up no other one; it stays here, and is counted.

@@ -22,7 +22,7 @@ from ripresa.workers.cache.cache_events import CacheListener, CopyAdvice, FindKe
 from ripresa.workers.config import EngineConfig
 from ripresa.workers.departure import Adopt, Departure, HasOther, Tell
 from ripresa.workers.engine import EngineCore
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, RipresaError, reason_of
 from ripresa.workers.hand_over import num_row_sections
 from ripresa.workers.job import Job
 from ripresa.workers.models.base import EncoderOutput, ModelRunner
@@ -251,7 +251,7 @@ class EncoderEngine:
             job.is_prefilled = True
         except BaseException as error:
             self._core.retire(job)
-            await transfer.fail(str(job.error or error) or type(error).__name__)
+            await transfer.fail(reason_of(job.error or error))
             raise
         finally:
             self._core.count_transfer(transfer.num_bytes_sent)

@@ -51,6 +51,7 @@ from ripresa.workers.errors import (
     RipresaError,
     Unavailable,
     WorkerLeaving,
+    reason_of,
 )
 from ripresa.workers.job import Job, Listener, OnLogits
 from ripresa.workers.models.base import ModelRunner, StepOutput
@@ -725,7 +726,7 @@ class EngineCore:
                     await self._step(self._with_outputs(plan))
         except Exception as error:
             logger.exception("the engine's step loop ended by an error")
-            self._break(f"the engine failed ({error}); restart the worker")
+            self._break(f"the engine failed ({reason_of(error)}); restart the worker")
 
     @property
     def _may_step(self) -> bool:

@@ -64,6 +64,11 @@ class RipresaError(Exception):
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
+def reason_of(error: BaseException) -> str:
+    """An exception in words; the name of its kind if it has none, as asyncio's `TimeoutError`."""
+    return str(error) or type(error).__name__
+
+
 def _rebuild(
     cls: type[RipresaError],
     code: ErrorCode,

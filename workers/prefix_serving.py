@@ -18,7 +18,13 @@ import torch
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.parked_states import ParkedState
 from ripresa.workers.config import TransferConfig
-from ripresa.workers.errors import ErrorCode, ResourceExhausted, RipresaError, Unavailable
+from ripresa.workers.errors import (
+    ErrorCode,
+    ResourceExhausted,
+    RipresaError,
+    Unavailable,
+    reason_of,
+)
 from ripresa.workers.job import Job
 from ripresa.workers.prefix_cache import PrefixCache
 from ripresa.workers.prefix_pulls import PeerAccess
@@ -183,7 +189,7 @@ class PrefixServing:
             if pull.image is not None and state is not None:
                 self._prefixes.leases.moved(pull.image.tenant_salt, pull.image.session_id)
         except BaseException as error:
-            await transfer.fail(str(error) or type(error).__name__)
+            await transfer.fail(reason_of(error))
             raise
         finally:
             self.num_bytes += transfer.num_bytes_sent

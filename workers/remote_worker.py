@@ -19,7 +19,7 @@ import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unreachable, reason_of
 from ripresa.workers.report import SessionMove, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def failures(what: str) -> AsyncGenerator[None]:
         raise Unreachable(f"{what} did not answer in time; try again") from error
     except Exception as error:
         # Ray's own words are for whoever operates the cluster; below the first line they repeat it.
-        logger.warning("%s is out of reach: %s", what, str(error).partition("\n")[0])
+        logger.warning("%s is out of reach: %s", what, reason_of(error).partition("\n")[0])
         raise Unreachable(f"{what} is out of reach; try again") from error
 
 

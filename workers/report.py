@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import count
 
 from ripresa.workers.address import WorkerKind
-from ripresa.workers.errors import RipresaError
+from ripresa.workers.errors import RipresaError, reason_of
 from ripresa.workers.request import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Heartbeat:
                 async with asyncio.timeout(10 * self._interval_s):
                     await self._send(replace(self._make(), number=number))
             except (RipresaError, TimeoutError) as error:
-                logger.warning("a report was not delivered: %s", error)
+                logger.warning("a report was not delivered: %s", reason_of(error))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._is_due.wait()

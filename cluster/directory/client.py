@@ -23,7 +23,7 @@ from ripresa.cluster.directory.index import DirectoryCounters, shard_of
 from ripresa.cluster.directory.publisher import Ask, Send
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.cache_events import Unkept
-from ripresa.workers.errors import RipresaError, Unavailable
+from ripresa.workers.errors import RipresaError, Unavailable, reason_of
 from ripresa.workers.remote_worker import failures
 from ripresa.workers.replay import ReplayMode
 
@@ -62,7 +62,7 @@ class DirectoryActors:
         try:
             getattr(self._actors[shard], method).remote(*args)
         except RayError as error:
-            logger.warning("%s was not told %s: %s", WHAT, method, error)
+            logger.warning("%s was not told %s: %s", WHAT, method, reason_of(error))
 
     def send_to(self, shard: int) -> Send:
         """Carries a worker's reports to one shard."""
@@ -92,7 +92,7 @@ class DirectoryActors:
         try:
             self._actors = list(await asyncio.to_thread(self.connect))
         except (RayError, ValueError, ConnectionError) as error:
-            logger.warning("%s is still gone: %s", WHAT, error)
+            logger.warning("%s is still gone: %s", WHAT, reason_of(error))
 
 
 class DirectoryClient:

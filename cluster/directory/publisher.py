@@ -16,7 +16,7 @@ from ripresa.cluster.directory.outbox import Item, Outbox
 from ripresa.workers.address import WorkerAddress
 from ripresa.workers.cache.block_hash import BlockIdentity
 from ripresa.workers.cache.cache_events import CopyAdvice, Origin, Room, Unkept
-from ripresa.workers.errors import RipresaError, Unavailable
+from ripresa.workers.errors import RipresaError, Unavailable, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class DirectoryPublisher:
                 async with asyncio.timeout(self._timeout_s):
                     reply = await shard.send(report)
             except (RipresaError, TimeoutError) as error:
-                logger.warning("the prefix directory was not told: %s", error or "no reply in time")
+                logger.warning("the prefix directory was not told: %s", reason_of(error))
                 await asyncio.sleep(self._heartbeat_s)
                 continue
             if shard.outbox.next_report() is not report:

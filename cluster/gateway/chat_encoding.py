@@ -30,7 +30,7 @@ from ripresa.cluster.gateway.output_format import OutputFormat, read_format
 from ripresa.cluster.gateway.status import RequestError, shorten
 from ripresa.cluster.gateway.text_cache import TextCache
 from ripresa.cluster.gateway.tokenizer import Tokenizer
-from ripresa.workers.errors import CheckpointError, ErrorCode, InvalidArgument
+from ripresa.workers.errors import CheckpointError, ErrorCode, InvalidArgument, reason_of
 
 PROMPT_ENCODING = "deepseek-v41"
 
@@ -177,7 +177,9 @@ class ChatEncoding:
         try:
             self._decoder = recipe.Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{tokenizer_file} is no usable tokenizer: {error}") from error
+            raise CheckpointError(
+                f"{tokenizer_file} is no usable tokenizer: {reason_of(error)}"
+            ) from error
         self._options = (
             recipe.ConversionOptions(messages_web_search=recipe.WebSearchBehavior.Reject)
             .with_responses_web_search(recipe.WebSearchBehavior.Reject)

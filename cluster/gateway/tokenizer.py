@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerModel
 
 from ripresa.cluster.gateway.fast_bpe import Encode, NotKnown, fast_encoder
-from ripresa.workers.errors import CheckpointError, InvalidArgument
+from ripresa.workers.errors import CheckpointError, InvalidArgument, reason_of
 from ripresa.workers.models.checkpoint_tokenizer import read_tokenizer_file, usable_tokenizer
 from ripresa.workers.models.vocabulary import token_bytes
 
@@ -50,7 +50,9 @@ class Tokenizer:
             self.special_ids = _special_ids(spec)
             self._encode = _encoder(path, _without_added_tokens(spec))
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} is no usable tokenizer.json: {error}") from error
+            raise CheckpointError(
+                f"{path} is no usable tokenizer.json: {reason_of(error)}"
+            ) from error
 
     @property
     def num_ids(self) -> int:

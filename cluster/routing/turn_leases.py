@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from ripresa.workers.errors import RipresaError
+from ripresa.workers.errors import RipresaError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,15 @@ class TurnLeases:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._calls.lease(decoder, request_id, tools)
         except (RipresaError, TimeoutError) as error:
-            logger.warning("request %s has no lease at %s: %s", request_id, decoder, error)
+            logger.warning(
+                "request %s has no lease at %s: %s", request_id, decoder, reason_of(error)
+            )
 
     async def _end(self, decoder: str, tenant_salt: bytes, session_id: str) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._calls.end_session(decoder, tenant_salt, session_id)
         except (RipresaError, TimeoutError) as error:
-            logger.warning("%s was not told that a session is closed: %s", decoder, error)
+            logger.warning(
+                "%s was not told that a session is closed: %s", decoder, reason_of(error)
+            )

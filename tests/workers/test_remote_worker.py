@@ -83,3 +83,10 @@ def test_another_replica_refuses_the_call() -> None:
     require_target("a", "a")
     with pytest.raises(Unreachable, match="worker b is gone"):
         require_target("a", "b")
+
+
+async def test_the_log_names_a_failure_that_has_no_words(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Unreachable):
+        async with failures("worker w"):
+            raise ConnectionResetError
+    assert "worker w is out of reach: ConnectionResetError" in caplog.text

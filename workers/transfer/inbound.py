@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, reason_of
 from ripresa.workers.transfer.base import (
     TRANSITIONS,
     Accept,
@@ -326,7 +326,7 @@ class InboundTransfers:
         except BaseException as error:
             if isinstance(error, RipresaError) and error.code is ErrorCode.DATA_LOSS:
                 self._num_corrupt += 1
-            self._fail(transfer, str(error))
+            self._fail(transfer, reason_of(error))
             raise
 
     def _fail(self, transfer: _Inbound, reason: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ripresa.workers.address import WorkerAddress
-from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable, reason_of
 from ripresa.workers.transfer.base import (
     TRANSITIONS,
     Accept,
@@ -240,7 +240,7 @@ class _Outbound:
             self.abandon(str(error))
             raise
         except BaseException as error:
-            self.abandon(str(error))
+            self.abandon(reason_of(error))
             raise
 
     async def _cross(self, section: Section, payload: torch.Tensor) -> int:
