@@ -26,6 +26,7 @@ class _Answered:
     """A request whose stream is complete."""
 
     content: bytes
+    incarnation: str
     stream_id: str
     until: float
 
@@ -45,8 +46,12 @@ class AnsweredRequests:
         self._clock = clock
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
-    def find(self, request: Request, call: Call) -> str | None:
+    def find(self, request: Request, call: Call, incarnation: str = "") -> str | None:
         """The stream that answered the request before; None if it is new here.
+
+        Args:
+            incarnation: of the session that it is a turn of. The same turn of a session that was
+                opened since is a new one: the answer stands in the transcript of the one before.
 
         Raises:
             RequestError: ALREADY_EXISTS; the id named another request.
@@ -63,12 +68,16 @@ class AnsweredRequests:
                 "(decoders.keep_streams_s); use another id or none",
                 field=call.id_field,
             )
-        return found.stream_id
+        return found.stream_id if found.incarnation == incarnation else None
 
     async def noting(
-        self, messages: AsyncGenerator[R], request: Request, call: Call
+        self, messages: AsyncGenerator[R], request: Request, call: Call, incarnation: str = ""
     ) -> AsyncGenerator[R]:
-        """The messages of a request's stream, which is remembered once it is complete."""
+        """The messages of a request's stream, which is remembered once it is complete.
+
+        Args:
+            incarnation: as in `find`.
+        """
         stream_id = ""
         async with aclosing(messages):
             async for message in messages:
@@ -77,13 +86,13 @@ class AnsweredRequests:
                         stream_id = message.started.stream_id
                     case "completed" if stream_id and request.options.request_id:
                         # Before it is sent: a client that does not get it asks again.
-                        self._note(request, call, stream_id)
+                        self._note(request, call, incarnation, stream_id)
                 yield message
 
-    def _note(self, request: Request, call: Call, stream_id: str) -> None:
+    def _note(self, request: Request, call: Call, incarnation: str, stream_id: str) -> None:
         until = self._clock() + self._keep_s
         self._answered.pop(call.scoped_id, None)
-        self._answered[call.scoped_id] = _Answered(_content(request), stream_id, until)
+        self._answered[call.scoped_id] = _Answered(_content(request), incarnation, stream_id, until)
         self._forget()
 
     def _forget(self) -> None:

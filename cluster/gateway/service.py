@@ -279,7 +279,9 @@ class InferenceService:
         tell = partial(self.chat_teller, request.return_token_ids, heard)
         stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
         stream = self.kept(stream, place, heard)
-        async with aclosing(self._once(request, call, stream, _chatted)) as responses:
+        incarnation = "" if place is None else place.incarnation
+        once = self._once(request, call, stream, _chatted, incarnation)
+        async with aclosing(once) as responses:
             async for response in responses:
                 yield response
 
@@ -321,15 +323,19 @@ class InferenceService:
         call: Call,
         fresh: AsyncGenerator[R],
         told: Callable[[pb.ResumeResponse], R],
+        incarnation: str = "",
     ) -> AsyncGenerator[R]:
         """What the request was answered a moment ago, or a fresh answer if that is not kept.
+
+        Args:
+            incarnation: of the session that it is a turn of.
 
         Raises:
             RipresaError: ALREADY_EXISTS (its id named another request), or what ends the stream.
         """
         is_told = False
         async with aclosing(fresh):
-            stream_id = self._answered.find(request, call)
+            stream_id = self._answered.find(request, call, incarnation)
             if stream_id is not None:
                 kept = self.resume(pb.ResumeRequest(stream_id=stream_id), call)
                 try:
@@ -341,7 +347,8 @@ class InferenceService:
                     if is_told or error.reason not in ("STREAM_NOT_FOUND", "WORKER_LOST"):
                         raise
             if not is_told:
-                async with aclosing(self._answered.noting(fresh, request, call)) as responses:
+                noted = self._answered.noting(fresh, request, call, incarnation)
+                async with aclosing(noted) as responses:
                     async for response in responses:
                         yield response
 

@@ -369,6 +369,24 @@ async def test_a_turn_of_a_closed_session_is_none_of_the_one_that_has_its_id_now
         assert (await found(gateway)).head_turn_id == ""
 
 
+async def test_a_turn_that_is_sent_again_to_a_session_opened_anew_is_a_turn_of_that_one() -> None:
+    async with resumable_gateways(ANSWERS) as gateways:
+        gateway = gateways.another()
+        request = turn("", user("Weather?"), seed=2)
+        request.options.request_id = "named"
+        await opened(gateway)
+        one = ended(await gateway.ask(request))
+        assert ended(await gateway.ask(request)).turn_id == one.turn_id
+        await service(gateway).close(pb.CloseSessionRequest(session_id="mine"), Call("close"))
+        await opened(gateway)
+        two = ended(await gateway.ask(request))
+        assert two.turn_error == ""
+        assert two.turn_id != one.turn_id
+        assert (await found(gateway)).head_turn_id == two.turn_id
+        # From now on its own answer is what is told again.
+        assert ended(await gateway.ask(request)).turn_id == two.turn_id
+
+
 CUT = {"its length": {"max_tokens": 3}, "a stop string": {"stop": ["co"]}}
 
 
