@@ -58,6 +58,8 @@ class EncoderPass:
 
     def num_row_layers(self, position: int, window: int, num_layers: int) -> int:
         """Rows from `position` on, counted once for each layer that computes them."""
+        if self.exact_from is None:
+            return num_layers * max(0, self.stop - max(position, self.start))
         starts = self.layer_starts(window, num_layers)
         return sum(max(0, self.stop - max(position, start)) for start in starts)
 

@@ -131,10 +131,8 @@ class HeldPrefix:
 
     def share(self, worker: str, chain: PrefixChain) -> int:
         """Leading blocks of a chain that a worker holds."""
-        return max(
-            (common_blocks(own, chain, self._window) for own in self._local.get(worker, ())),
-            default=0,
-        )
+        own = self._local.get(worker)
+        return max(common_blocks(one, chain, self._window) for one in own) if own else 0
 
     def bring(self, worker: str, chain: PrefixChain) -> tuple[tuple[BlockSource, ...], int]:
         """Where a worker can have the rest of a chain from, and how long the chain then is.

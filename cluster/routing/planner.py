@@ -167,7 +167,9 @@ class _Routes:
     known: Mapping[str, WorkerLoad]
     _held: HeldPrefix = field(init=False)
     _loads: Mapping[str, WorkerLoad] = field(init=False)
+    _holders: dict[bool, str | None] = field(init=False)
     _plans: dict[tuple[PrefixChain, tuple[int, ...]], PrefillPlan] = field(init=False)
+    _cold: _Work = field(init=False)
 
     def __post_init__(self) -> None:
         query = self.query
@@ -190,10 +192,12 @@ class _Routes:
             None if query.recipe is None else query.recipe.restarts,
             {worker.worker_id: worker.address for worker in (*everybody, *leaving)},
         )
+        self._holders = {True: self._holder(self.decoders), False: self._holder(self.encoders)}
+        self._cold = _work_of(self._plan(PrefixChain(), {}), PrefixChain(), 0, PrefixSources(), 0.0)
 
     def candidates(self) -> list[Candidate]:
         works = [(worker, self._work(worker)) for worker in self.encoders]
-        holder = self._holder(self.encoders)
+        holder = self._holders[False]
         # When an encoder is done does not depend on the decode worker: the first few do for all.
         works.sort(key=lambda entry: self._ready_order(entry[0], entry[1], holder))
         found = []
@@ -235,12 +239,11 @@ class _Routes:
     def _with_notes(self, candidates: list[Candidate]) -> list[Candidate]:
         """Routes that other rules than cost exclude, while others remain, say why."""
         limit = self.settings.max_local_rows
-        holders = {True: self._holder(self.decoders), False: self._holder(self.encoders)}
         home = self._home(candidates)
         noted = []
         for candidate in candidates:
             note = ""
-            holder = holders[candidate.encoder is None]
+            holder = self._holders[candidate.encoder is None]
             if candidate.sources.blocks and holder not in (None, candidate.computing):
                 note = f"{holder} holds more of it and is not far busier than the others"
             if home is not None and candidate is not home:
@@ -336,13 +339,14 @@ class _Routes:
         """The cheaper of what it holds by itself, and of that with what others hold."""
         alone = self._with_chain(worker, self._held.local(worker.worker_id), brings=False)
         together = self._with_chain(worker, self._held.best, brings=True)
-        works = [work for work in (together, alone) if work is not None]
-        return self._led(min(works, key=lambda work: self._seconds(worker, work)))
+        return self._led(min(together, alone, key=lambda work: self._seconds(worker, work)))
 
     def _seconds(self, worker: WorkerLoad, work: _Work) -> float:
         return work.bring_s + worker.row_s * work.num_encoder_rows
 
     def _with_chain(self, worker: WorkerLoad, chain: PrefixChain, *, brings: bool) -> _Work:
+        if not chain.num_blocks:
+            return self._cold
         name, held, sizes = worker.worker_id, self._held, worker.sizes
         num_local = held.share(name, chain)
         blocks: tuple[BlockSource, ...] = ()
@@ -363,18 +367,7 @@ class _Routes:
             window = held.window_source(chain, boundary, at)
             sources = replace(sources, windows=(window,))
             bring_s += self._transfer_s(sizes.window_bytes)
-        reused = plan.num_reused_blocks
-        hit = PlannedHit(
-            plan.recipe.kind,
-            plan.start,
-            reused,
-            min(num_local, reused),
-            chain.restarts,
-        )
-        # What layers leave out of a rebuilt window costs nothing.
-        num_encoder_rows = -(-plan.num_row_layers // plan.num_encoder_layers)
-        num_decoder_rows = _num_decoder_rows(plan)
-        return _Work(hit, sources, chain, num_encoder_rows, num_decoder_rows, bring_s)
+        return _work_of(plan, chain, num_local, sources, bring_s)
 
     def _led(self, work: _Work) -> _Work:
         """The same behind a leader: what it computes is waited for, not computed."""
@@ -452,10 +445,16 @@ def _may_resume(query: RouteQuery) -> bool:
             return False
 
 
-def _num_decoder_rows(plan: PrefillPlan) -> int:
-    """Decoder rows of a prefill."""
+def _work_of(
+    plan: PrefillPlan, chain: PrefixChain, num_local: int, sources: PrefixSources, bring_s: float
+) -> _Work:
+    """What a prefill is to a worker that holds `num_local` blocks of the chain by itself."""
+    reused = plan.num_reused_blocks
+    hit = PlannedHit(plan.recipe.kind, plan.start, reused, min(num_local, reused), chain.restarts)
+    # What layers leave out of a rebuilt window costs nothing.
+    num_encoder_rows = -(-plan.num_row_layers // plan.num_encoder_layers)
     first, stop = plan.decoder_rows
-    return stop - first
+    return _Work(hit, sources, chain, num_encoder_rows, stop - first, bring_s)
 
 
 def _max_chunk_rows(

@@ -145,7 +145,8 @@ class RouteFinder:
         prompt = execution.prompt
         if not self._view.workers():
             await self._view.refresh()
-        await self._forgive(execution, avoid)
+        if avoid:
+            await self._forgive(execution, avoid)
         await self._hash(execution)
         geometry = self._hints.geometry
         below_cap = execution.num_tokens - geometry.window - geometry.rewind
