@@ -530,16 +530,22 @@ def _split_marks(text: str) -> Iterator[Segment]:
 
 
 def _check_thinking(body: Json) -> None:
-    """Refuse an effort for thinking that is disabled.
+    """Refuse an effort for thinking that is disabled, and none for thinking that is asked for.
 
     Otherwise `thinking` says whether the model thinks, and the effort how much: clients of
     DeepSeek's API send both.
     """
     effort, thinking = body.get("reasoning_effort"), body.get("thinking")
-    if effort in (None, "none", "minimal") or not isinstance(thinking, dict):
+    if effort is None or not isinstance(thinking, dict):
         return
-    if thinking.get("type") == "disabled":
-        raise InvalidArgument("reasoning_effort", "contradicts `thinking`; give one of them")
+    kind = thinking.get("type")
+    is_off = kind == "disabled" and effort not in ("none", "minimal")
+    is_on = kind in ("enabled", "adaptive") and effort == "none"
+    if is_off or is_on:
+        raise InvalidArgument(
+            "reasoning_effort",
+            f"{effort!r} contradicts `thinking` of type {kind!r}; give one of them",
+        )
 
 
 def _as_known_role(message: Any) -> Any:

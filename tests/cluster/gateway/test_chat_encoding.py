@@ -29,6 +29,7 @@ TERSE = {"role": "system", "content": "You are terse."}
 ANSWER = {"role": "assistant", "content": "It is -3 C.", "reasoning_content": "Done."}
 ROME = {"role": "user", "content": "And Rome?"}
 OFF = {"type": "disabled"}
+BOTH = "contradicts `thinking` of type .disabled"
 
 Render = Callable[..., str]
 
@@ -243,6 +244,18 @@ def test_both_other_protocols_render_the_same_conversation(encoding: ChatEncodin
         ),
         (chat_body(OSLO, *weather_loop()[:1]), "messages[1]", "must be followed"),
         (chat_body(OSLO, reasoning_effort=0), "reasoning_effort", "1 to 100"),
+        (chat_body(OSLO, thinking=OFF, reasoning_effort="low"), "reasoning_effort", BOTH),
+        (chat_body(OSLO, thinking=OFF, reasoning_effort=33), "reasoning_effort", BOTH),
+        (
+            chat_body(OSLO, thinking={"type": "enabled"}, reasoning_effort="none"),
+            "reasoning_effort",
+            "'none' contradicts `thinking` of type 'enabled'",
+        ),
+        (
+            chat_body(OSLO, thinking={"type": "adaptive"}, reasoning_effort="none"),
+            "reasoning_effort",
+            "'none' contradicts `thinking` of type 'adaptive'",
+        ),
         (chat_body(OSLO, tool_choice="required"), "tool_choice", "no function"),
         (chat_body(OSLO, tool_choice="often"), "tool_choice", "auto, none"),
         (

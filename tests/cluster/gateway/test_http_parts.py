@@ -190,6 +190,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"thinking": {"type": "enabled", "tomato": 1}},
         "thinking.tomato",
     ),
+    "no effort for thinking": (
+        CHAT,
+        {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+        "reasoning_effort",
+    ),
+    "an effort for no thinking": (
+        CHAT,
+        {"thinking": {"type": "disabled"}, "reasoning_effort": "low"},
+        "reasoning_effort",
+    ),
     "anthropic's message": (MESSAGES, {"messages": [{**USER, "tomato": 1}]}, "messages[0].tomato"),
     "anthropic's block": (MESSAGES, block(tomato=1), "messages[0].content[0].tomato"),
     "anthropic's result": (
