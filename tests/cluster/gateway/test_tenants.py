@@ -101,6 +101,7 @@ def details(error: grpc.RpcError) -> dict[str, Any]:
         error_details_pb2.ErrorInfo,
         error_details_pb2.RetryInfo,
         error_details_pb2.QuotaFailure,
+        error_details_pb2.BadRequest,
     )
     found = {}
     for packed in status.details:
@@ -205,6 +206,26 @@ async def test_one_tenant_s_running_requests_do_not_count_for_another(
     assert [r async for r in second][-1].HasField("completed")
     assert [r async for r in first][-1].HasField("completed")
     assert [r async for r in stub.Generate(generate(), metadata=key("red"))]
+
+
+async def test_more_choices_than_a_tenant_may_ever_have_are_no_quota_to_wait_for(
+    url: str, stub: ripresa_pb2_grpc.InferenceAsyncStub, router: InProcessRouter
+) -> None:
+    async with gpt(url, "rk-red") as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**ASKED, n=2)  # type: ignore[call-overload]
+    assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
+    assert "retry-after" not in refused.value.response.headers
+    request = generate()
+    request.sampling.n = 2
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await anext(aiter(stub.Generate(request, metadata=key("red"))))
+    assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    told = details(ended.value)
+    assert told["ErrorInfo"].reason == "INVALID_REQUEST"
+    assert told["BadRequest"].field_violations[0].field == "sampling.n"
+    assert told.keys() == {"ErrorInfo", "BadRequest"}
+    assert router.seen == []
 
 
 async def test_nobody_ends_or_explains_another_tenant_s_request(
