@@ -15,7 +15,8 @@ model writes. Some things are done here instead of there:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -272,15 +273,14 @@ class ChatEncoding:
             echo=echo,
         )
 
-    def encode(self, segments: Iterable[Segment], salt: bytes = b"") -> list[int]:
-        """The token ids of a prompt's pieces; `salt` is the tenant's."""
-        token_ids: list[int] = []
-        for segment in segments:
-            if segment.is_special:
-                token_ids.append(self._special_id(segment.text))
-            else:
-                token_ids += self._texts.encoded(segment.text, salt, self._tokenizer.encode)
-        return token_ids
+    def encode(self, segments: Iterable[Segment]) -> list[int]:
+        """The token ids of a prompt's pieces."""
+        return self.encoder().encode(segments).tolist()
+
+    def encoder(self, salt: bytes = b"") -> PromptEncoder:
+        """Encodes one prompt; `salt` is the tenant's."""
+        encode = self._tokenizer.encode
+        return PromptEncoder(self._special_id, lambda text: self._texts.encoded(text, salt, encode))
 
     def parser(
         self, prompt: Prompt, response_id: str, protocol: Protocol | None = None
@@ -306,6 +306,40 @@ class ChatEncoding:
                 "tokenizer.json"
             )
         return token_id
+
+
+class PromptEncoder:
+    """Encodes the pieces of one prompt: of those that it repeats, each once.
+
+    Most are markup: a call has nine pieces, of which two are its client's.
+
+    Args:
+        special, plain: encode a special token, and plain text.
+    """
+
+    def __init__(
+        self, special: Callable[[str], int], plain: Callable[[str], Sequence[int]]
+    ) -> None:
+        self._special = special
+        self._plain = plain
+        self._special_ids: dict[str, Sequence[int]] = {}
+        self._plain_ids: dict[str, Sequence[int]] = {}
+
+    def encode(self, segments: Iterable[Segment]) -> array[int]:
+        """The token ids of the prompt's next pieces."""
+        token_ids = array("I")
+        for segment in segments:
+            token_ids.extend(self._ids(segment))
+        return token_ids
+
+    def _ids(self, segment: Segment) -> Sequence[int]:
+        known = self._special_ids if segment.is_special else self._plain_ids
+        found = known.get(segment.text)
+        if found is None:
+            text = segment.text
+            found = [self._special(text)] if segment.is_special else self._plain(text)
+            known[text] = found
+        return found
 
 
 Logprobs = Sequence[tuple[float, Sequence[tuple[int, float]]]]

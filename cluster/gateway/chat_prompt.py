@@ -91,7 +91,7 @@ class ChatReader:
         check_options(options)
         check_ranges(asked, name)
         prompt, spliced = self._encode(body, protocol, options, arrival.tenant)
-        token_ids = spliced.token_ids
+        token_ids = tuple(spliced.token_ids)
         free = replace(asked, format=None)
         sampling = check_sampling(free, self.model, len(token_ids), name)
         constraint = constraint_of(prompt, asked.format, self.encoding)
@@ -128,7 +128,7 @@ class ChatReader:
         """A request's prompt and its token ids."""
         options = pb.RequestOptions(cache_salt=cache_salt)
         prompt, spliced = self._encode(body, protocol, options, tenant)
-        return prompt, spliced.token_ids
+        return prompt, tuple(spliced.token_ids)
 
     def _encode(
         self, body: Json, protocol: Protocol, options: pb.RequestOptions, tenant: str

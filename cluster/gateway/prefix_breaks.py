@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -173,7 +173,7 @@ def outline_of(
         end_id: closes a turn.
         end_of_reasoning_id: closes the reasoning in it.
     """
-    token_ids = array("I", prompt.token_ids)
+    token_ids = prompt.token_ids
     starts = [turn.start for turn in prompt.turns]
     turn = prompt.open_turn
     open_at = None if turn is None else len(token_ids) - len(turn.opening) - 1
@@ -214,8 +214,8 @@ def _find(token_ids: array[int], wanted: int, start: int, stop: int) -> int:
         return stop
 
 
-def _digest(token_ids: Sequence[int]) -> bytes:
-    return blake2b(array("I", token_ids).tobytes(), digest_size=8).digest()
+def _digest(token_ids: array[int]) -> bytes:
+    return blake2b(token_ids, digest_size=8).digest()
 
 
 def _size(outline: Outline) -> int:

@@ -116,12 +116,13 @@ class SplicedPrompt:
     """A prompt's token ids.
 
     Attributes:
+        token_ids: as unsigned 32-bit numbers.
         num_spliced: earlier answers that stand as the model said them.
         turns: all earlier answers.
         open_turn: None if the prompt goes on with a message of the client's.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     num_spliced: int
     turns: tuple[EarlierTurn, ...]
     open_turn: OpenTurn | None
@@ -134,7 +135,8 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
         said: where answers are kept; None re-renders all of them.
         salt: the tenant's; answers of another one are never found.
     """
-    token_ids: list[int] = []
+    encoder = encoding.encoder(salt)
+    token_ids = array("I")
     digest = blake2b(digest_size=16, person=b"ripresa.turns", salt=b"", key=salt[:64])
     num_hashed = num_spliced = place = 0
     turns: list[EarlierTurn] = []
@@ -142,12 +144,12 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
     segments = prompt.segments
     while place < len(segments):
         header = _next(segments, place, ASSISTANT)
-        token_ids += encoding.encode(segments[place:header], salt)
+        token_ids += encoder.encode(segments[place:header])
         if header == len(segments):
             break
         place = header + _NUM_HEADER_TOKENS
-        token_ids += encoding.encode(segments[header:place])
-        digest.update(array("I", token_ids[num_hashed:]).tobytes())
+        token_ids += encoder.encode(segments[header:place])
+        digest.update(token_ids[num_hashed:])
         num_hashed = len(token_ids)
         if len(turns) == len(prompt.turns):
             open_turn = digest.digest(), len(token_ids)
@@ -158,14 +160,14 @@ def splice(encoding: ChatEncoding, prompt: Prompt, said: Said | None, salt: byte
         is_open = prompt.continues and len(turns) == len(prompt.turns)
         found = None if said is None or is_open else said.find(_key(digest.digest(), what))
         if found is not None:
-            token_ids += found
+            token_ids.extend(found)
             num_spliced += 1
             place = _next(segments, place, END_OF_SENTENCE) + 1
     opened = None
     if open_turn is not None:
         start = open_turn[1]
         opened = OpenTurn(open_turn[0], token_ids[start - 1], tuple(token_ids[start:]))
-    return SplicedPrompt(tuple(token_ids), num_spliced, tuple(turns), opened)
+    return SplicedPrompt(token_ids, num_spliced, tuple(turns), opened)
 
 
 def _next(segments: Sequence[Segment], place: int, spelling: str) -> int:
