@@ -34,6 +34,7 @@ from ripresa.cluster.gateway.validation import (
 )
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.protos import ripresa_pb2 as pb
+from ripresa.workers.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ class ChatReader:
         check_options(options)
         check_ranges(asked, name)
         prompt, spliced = self._encode(body, protocol, options, arrival.tenant)
+        if prompt.stop and asked.min_tokens:
+            raise InvalidArgument(
+                name("min_tokens"),
+                "a chat takes it or stop strings, not both: leave one out, or ask for a completion",
+            )
         token_ids = tuple(spliced.token_ids)
         free = replace(asked, format=None)
         sampling = check_sampling(free, self.model, len(token_ids), name)

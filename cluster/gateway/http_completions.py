@@ -32,9 +32,9 @@ from ripresa.cluster.gateway.served_model import (
     check_text_fits,
 )
 from ripresa.cluster.gateway.service import InferenceService
-from ripresa.cluster.gateway.stop_strings import StopStrings
+from ripresa.cluster.gateway.stop_strings import StoppableText
 from ripresa.cluster.gateway.stream_facts import StreamFacts
-from ripresa.cluster.gateway.tokenizer import TextStream, Tokenizer
+from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import check_options, prompt_request
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.workers.errors import InvalidArgument
@@ -65,8 +65,7 @@ class _Choice:
         is_begun: a chunk was told.
     """
 
-    text: TextStream
-    stops: StopStrings
+    text: StoppableText
     told: str = ""
     untold_ids: list[int] = field(default_factory=list)
     is_begun: bool = False
@@ -93,7 +92,8 @@ class CompletionTeller:
         self._tokenizer = tokenizer
         self._sampling = asked.prompts[0].sampling
         self._choices = [
-            _Choice(tokenizer.stream(), StopStrings(asked.stop)) for _ in asked.prompts
+            _Choice(StoppableText(tokenizer.stream(), asked.stop, prompt.sampling.min_tokens))
+            for prompt in asked.prompts
         ]
         self._num_open = len(asked.prompts)
         self._base: Json = {
@@ -111,12 +111,10 @@ class CompletionTeller:
         own = self._choices[choice]
         own.untold_ids += tokens.token_ids
         text = own.text.feed(spoken)
-        if self._facts.num_generated(choice) > self._sampling.min_tokens:
-            text = own.stops.feed(text)
         return self._told(choice, text, self._logprobs(own, tokens))
 
     def is_stopped(self, choice: int) -> bool:
-        return self._choices[choice].stops.matched is not None
+        return self._choices[choice].text.matched is not None
 
     def stopped(self, choice: int) -> list[Message]:
         return self._end(choice, "", "stop")
@@ -125,8 +123,8 @@ class CompletionTeller:
         own = self._choices[choice]
         own.untold_ids += self._facts.unstreamed(choice, finished)
         self._facts.finished(choice, finished.num_generated_tokens)
-        rest = own.stops.feed(own.text.finish()) + own.stops.finish()
-        reason = "stop" if own.stops.matched is not None else str(finished.reason)
+        rest = own.text.finish()
+        reason = "stop" if own.text.matched is not None else str(finished.reason)
         return self._end(choice, rest, reason)
 
     def _told(

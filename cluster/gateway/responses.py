@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ripresa.cluster.gateway.stop_strings import StopStrings
+from ripresa.cluster.gateway.stop_strings import StoppableText
 from ripresa.cluster.gateway.stream_facts import REASON, StreamFacts
 from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.cluster.gateway.validation import AskedText
@@ -27,9 +27,10 @@ class Responses:
     ) -> None:
         self._facts = facts
         self._return_token_ids = return_token_ids
-        self._min_tokens = asked.prompts[0].sampling.min_tokens
-        self._texts = [tokenizer.stream() for _ in asked.prompts]
-        self._stops = [StopStrings(asked.stop) for _ in asked.prompts]
+        self._texts = [
+            StoppableText(tokenizer.stream(), asked.stop, prompt.sampling.min_tokens)
+            for prompt in asked.prompts
+        ]
         self._num_open = len(asked.prompts)
         self._sequence = 0
 
@@ -44,8 +45,6 @@ class Responses:
         """
         spoken = self._facts.tokens(choice, tokens)
         text = self._texts[choice].feed(spoken)
-        if self._facts.num_generated(choice) > self._min_tokens:
-            text = self._stops[choice].feed(text)
         delta = pb.TokenDelta(choice=choice, text=text, logprobs=self._facts.logprobs(tokens))
         if self._return_token_ids:
             delta.token_ids.extend(tokens.token_ids)
@@ -54,24 +53,24 @@ class Responses:
         return [self._numbered(pb.GenerateResponse(delta=delta))]
 
     def is_stopped(self, choice: int) -> bool:
-        return self._stops[choice].matched is not None
+        return self._texts[choice].matched is not None
 
     def stopped(self, choice: int) -> list[pb.GenerateResponse]:
         end = pb.Finished(choice=choice, reason=REASON[FinishReason.STOP])
-        end.stop_string = self._stops[choice].matched or ""
+        end.stop_string = self._texts[choice].matched or ""
         return self._end(end)
 
     def finished(self, choice: int, finished: Finished) -> list[pb.GenerateResponse]:
         self._facts.finished(choice, finished.num_generated_tokens)
-        stops = self._stops[choice]
-        rest = stops.feed(self._texts[choice].finish()) + stops.finish()
+        text = self._texts[choice]
+        rest = text.finish()
         responses = []
         if rest:
             delta = pb.TokenDelta(choice=choice, text=rest)
             responses.append(self._numbered(pb.GenerateResponse(delta=delta)))
         end = pb.Finished(choice=choice, reason=REASON[finished.reason])
-        if stops.matched is not None:
-            end.reason, end.stop_string = REASON[FinishReason.STOP], stops.matched
+        if text.matched is not None:
+            end.reason, end.stop_string = REASON[FinishReason.STOP], text.matched
         elif finished.stop_token_id is not None:
             end.stop_token_id = finished.stop_token_id
         return responses + self._end(end)

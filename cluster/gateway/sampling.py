@@ -123,7 +123,7 @@ def settled(asked: AskedSampling, max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k,
+        top_k=None if asked.top_k in (0, -1) else asked.top_k,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
@@ -171,7 +171,7 @@ def check_ranges(asked: AskedSampling, name: Name) -> None:
     is_fine = temperature is None or (math.isfinite(temperature) and temperature >= 0)
     require("temperature", is_fine, "a finite number of at least 0")
     require("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1")
-    require("top_k", top_k is None or top_k >= 1, "at least 1 (leave it out to keep all tokens)")
+    require("top_k", top_k is None or top_k >= -1, "at least 1, or 0 or -1 to keep all tokens")
     require("min_p", 0 <= asked.min_p <= 1, "0 to 1")
     for penalty in ("presence_penalty", "frequency_penalty"):
         is_fine = -MAX_PENALTY <= getattr(asked, penalty) <= MAX_PENALTY

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ripresa.cluster.gateway.tokenizer import TextStream
+
 
 class StopStrings:
     """Holds back what may be the beginning of a stop string until that is decided.
@@ -42,6 +44,34 @@ class StopStrings:
         """What was held back, since nothing follows; "" after a match."""
         held, self._held = self._held, ""
         return held
+
+
+class StoppableText:
+    """The text of a stream of tokens up to a stop string, which no cutting of the stream moves.
+
+    Args:
+        text: decodes the tokens.
+        min_tokens: in the text of so many no stop string is looked for.
+    """
+
+    def __init__(self, text: TextStream, stops: Sequence[str], min_tokens: int) -> None:
+        self._text = text
+        self._stops = StopStrings(stops)
+        self._num_free = min_tokens
+
+    @property
+    def matched(self) -> str | None:
+        return self._stops.matched
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain after these tokens; "" after a match."""
+        free, rest = token_ids[: self._num_free], token_ids[self._num_free :]
+        self._num_free -= len(free)
+        return self._text.feed(free) + self._stops.feed(self._text.feed(rest))
+
+    def finish(self) -> str:
+        """What was held back, since nothing follows; "" after a match."""
+        return self._stops.feed(self._text.finish()) + self._stops.finish()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -254,12 +254,12 @@ async def test_parameters_arrive(client: openai.AsyncOpenAI, router: InProcessRo
             seed=-1,
             stop="zz",
             user="u",
-            extra_body={"top_k": 3, "min_p": 0.5, "min_tokens": 2, "session_id": "s"},
+            extra_body={"top_k": 3, "min_p": 0.5, "session_id": "s"},
         )
     )
     (prompt,) = router.seen
     sampling = prompt.sampling
-    assert (sampling.max_tokens, sampling.min_tokens) == (50, 2)
+    assert sampling.max_tokens == 50
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.25, 3)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert (sampling.min_p, sampling.logit_bias) == (0.5, ((9, -100.0),))

@@ -50,8 +50,7 @@ REFUSED = {
     "top_p 0": (sampling(top_p=0.0), "sampling.top_p", "above 0"),
     "top_p above 1": (sampling(top_p=1.5), "sampling.top_p", "1.5"),
     "NaN top_p": (sampling(top_p=float("nan")), "sampling.top_p", "nan"),
-    "negative top_k": (sampling(top_k=-1), "sampling.top_k", "-1"),
-    "top_k 0": (sampling(top_k=0), "sampling.top_k", "leave it out"),
+    "negative top_k": (sampling(top_k=-2), "sampling.top_k", "0 or -1 to keep all"),
     "stop id out of range": (
         sampling(stop_token_ids=[40, 99999]),
         "sampling.stop_token_ids[1]",
@@ -209,6 +208,8 @@ ACCEPTED = {
     "values that ask for nothing": sampling(
         max_tokens=1, n=1, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0
     ),
+    "top_k 0, as vLLM's": sampling(max_tokens=1, top_k=0),
+    "top_k -1, as vLLM's": sampling(max_tokens=1, top_k=-1),
     "every parameter": sampling(
         max_tokens=3,
         min_tokens=3,

@@ -232,6 +232,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"thinking": {"type": "disabled"}, "reasoning_effort": 33},
         "reasoning_effort",
     ),
+    "stop strings from a token on": (CHAT, {"stop": "a", "min_tokens": 2}, "min_tokens"),
     "a number as text": (CHAT, {"reasoning_effort": "50"}, "reasoning_effort"),
     "a budget of everything": (
         MESSAGES,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ripresa.cluster.gateway.stop_strings import StopStrings
+from ripresa.cluster.gateway.stop_strings import StoppableText, StopStrings
+from ripresa.cluster.gateway.tokenizer import Tokenizer
 
 _text = st.text("ab", max_size=14)
 
@@ -42,3 +43,18 @@ def test_no_more_is_held_back_than_may_be_a_beginning() -> None:
 
 def test_nothing_is_held_back_without_stop_strings() -> None:
     assert StopStrings([]).feed("abc") == "abc"
+
+
+@given(_text, st.integers(0, 16), st.data())
+def test_any_cut_of_the_tokens_counts_from_the_same_one_on(
+    tokenizer: Tokenizer, text: str, min_tokens: int, data: st.DataObject
+) -> None:
+    ids = [token_id for letter in text for token_id in tokenizer.encode(letter)]
+    behind, matched = first_match(text[min_tokens:], ["ab", "b"])
+    stoppable, shown = StoppableText(tokenizer.stream(), ["ab", "b"], min_tokens), ""
+    while ids:
+        size = data.draw(st.integers(1, len(ids)))
+        shown += stoppable.feed(ids[:size])
+        ids = ids[size:]
+    shown += stoppable.finish()
+    assert (shown, stoppable.matched) == (text[:min_tokens] + behind, matched)
