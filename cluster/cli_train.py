@@ -303,7 +303,9 @@ def _measure_bundled(
             from ripresa.workers.model_runner import model_digest
             from ripresa.workers.models.deepseek_v41.config import ModelConfig
 
-            config = load_config(None, (f"model.path={folder}", *assignments))
+            # Another server may be running; nobody else asks this one.
+            free = ("gateway.grpc_port=0", "gateway.http_port=0", "admin.port=0")
+            config = load_config(None, (*free, f"model.path={folder}", *assignments))
             cluster = stack.enter_context(local_cluster(config))
         renderer, every = Renderer(TOKENIZER), load_evaluation()
         chosen = evenly(conversations, len(every))
