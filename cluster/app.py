@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,6 +197,7 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
     Raises:
         RipresaError: the model or a setting is wrong, or Ray does not start.
     """
+    config = _with_http_port(config)
     application = build_app(config)
     window = ModelConfig.from_file(config.model.config_file).sliding_window
     link = directory_link(config, window)
@@ -244,6 +247,18 @@ def local_cluster(config: ClusterConfig) -> Generator[LocalCluster]:
             if not ray_settings.address:
                 serve.shutdown()
             ray.shutdown()
+
+
+def _with_http_port(config: ClusterConfig) -> ClusterConfig:
+    """The settings with a free port for HTTP instead of 0; Serve does not tell which it took."""
+    gateway = config.gateway
+    if gateway.http_port:
+        return config
+    family = socket.AF_INET6 if ":" in gateway.http_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((gateway.http_host, 0))
+        port = probe.getsockname()[1]
+    return replace(config, gateway=replace(gateway, http_port=port))
 
 
 def _run(application: Application) -> None:

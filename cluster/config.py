@@ -137,7 +137,7 @@ class GatewaySettings:
     Attributes:
         replicas: how many.
         grpc_host, grpc_port: where gRPC is served; port 0 takes a free one.
-        http_host, http_port: where HTTP is served.
+        http_host, http_port: where HTTP is served; likewise.
         max_message_bytes: largest request, by gRPC or HTTP.
         max_messages, max_tools: most of either in one conversation; rendering takes time for each.
         max_running: most answers under way at once in one gateway; one more is refused.

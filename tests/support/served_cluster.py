@@ -366,14 +366,14 @@ def served_cluster(*settings: str) -> Iterator[ServedCluster]:
     It serves noise; `model.path=null` is the bundled model.
     """
     temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
-    grpc_port, http_port, dashboard_port, metrics_port = free_ports(4)
+    grpc_port, dashboard_port, metrics_port = free_ports(3)
     config = load_config(
         None,
         [
             f"model.path={noise_checkpoint()}",
             "admin.port=0",
             f"gateway.grpc_port={grpc_port}",
-            f"gateway.http_port={http_port}",
+            "gateway.http_port=0",
             f"ray.dashboard_port={dashboard_port}",
             f"ray.metrics_export_port={metrics_port}",
             f"ray.temp_dir={temp_dir}",
