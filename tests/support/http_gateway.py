@@ -18,6 +18,7 @@ async def http_gateway(service: InferenceService) -> AsyncIterator[str]:
     """Serve while the body runs; gives `http://host:port`."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
+    listening.listen()  # clients may come before uvicorn does
     config = uvicorn.Config(
         http_app(lambda: service), log_level="error", lifespan="off", timeout_graceful_shutdown=1
     )
