@@ -18,6 +18,7 @@ from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.chat_encoding import ChatEncoding
 from ripresa.cluster.gateway.grpc_server import GrpcServer
 from ripresa.cluster.gateway.http_server import http_app
+from ripresa.cluster.gateway.other_gateways import ask_each, require_all
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.service import InferenceService
 from ripresa.cluster.gateway.store_watch import StoreWatch
@@ -29,15 +30,11 @@ from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixH
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.cluster.sessions.store import SessionLink
-from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError, Unavailable
-from ripresa.workers.remote_worker import failures
+from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
 
 log = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S = 5.0
-"""Longest wait for what the other gateways know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +215,17 @@ class Gateway:
         """How some gateway placed a request.
 
         Raises:
-            RipresaError: NOT_FOUND; none remembers it.
+            RipresaError: NOT_FOUND; none remembers it. UNAVAILABLE; none says so, and one does not
+                answer.
         """
         found = await self.explain(request_id)
         if found is not None:
             return found
-        for answer in await self._ask_all("explain", request_id):
+        answers = await self._ask_each("explain", request_id)
+        for answer in answers:
             if isinstance(answer, list):
                 return answer
+        require_all(answers, "remembers the request")
         return self.service.explain(request_id)
 
     async def abort_waiting(self, request_id: str) -> bool:
@@ -238,28 +238,16 @@ class Gateway:
         Raises:
             RipresaError: none says so, and one does not answer.
         """
-        answers = await self._ask_all("abort_waiting", request_id)
+        answers = await self._ask_each("abort_waiting", request_id)
         if True in answers:
             return True
-        if any(isinstance(answer, BaseException) for answer in answers):
-            raise Unavailable("a gateway does not say whether the request waits there; try again")
+        require_all(answers, "has the request wait")
         return False
 
-    async def _ask_all(self, method: str, request_id: str) -> list[Any]:
-        """What every gateway answers; an exception for one that is ending, which must not hide what
-        the others know.
-
-        Raises:
-            RipresaError: Serve does not answer.
-        """
+    async def _ask_each(self, method: str, request_id: str) -> list[Any]:
         context = serve.get_replica_context()
-        gateways: Any = serve.get_deployment_handle(context.deployment, context.app_name)
-        async with failures("the other gateways"):
-            asked = gateways.broadcast(method, request_id)
-            answers: list[Any] = await asked.results_async(
-                timeout_s=ASK_TIMEOUT_S, return_exceptions=True
-            )
-        return answers
+        gateways = serve.get_deployment_handle(context.deployment, context.app_name)
+        return await ask_each(gateways, method, request_id)
 
     async def check_integrity(self) -> None:
         """Raise RipresaError (INTERNAL) if an idle gateway still counts requests."""
