@@ -311,7 +311,7 @@ class ChatEncoding:
 class PromptEncoder:
     """Encodes the pieces of one prompt: of those that it repeats, each once.
 
-    Most are markup: a call has nine pieces, of which two are its client's.
+    Most are markup: of the seven of a call with one argument, five are the same in every call.
 
     Args:
         special, plain: encode a special token, and plain text.
