@@ -62,8 +62,8 @@ Echo = Callable[[str], None]
 
 MAX_ROUNDING = 0.02
 """Most by which logits may differ that numerics `fast` compute in two ways (replay rules, 9)."""
-_REPEATS = 3
-"""Times that each prompt of `growth` is timed."""
+_REPEATS = 9
+"""Times that each prompt of `growth` is timed: one slow run leaves the median's interval alone."""
 _NUM_SELF_TESTED = 2
 _A_TOKEN = 0
 
@@ -174,7 +174,7 @@ async def run_evaluation(
             await asyncio.to_thread(check_served, client, _A_TOKEN, asked.digest)
         async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
             await _fill_in(lab, asked, conversations, kept, client, echo)
-            about = _about(asked, lab, kept, command)
+            about = _about(asked, lab, kept, command, len(conversations))
         summary = summarise(kept.results, asked.seed)
         try:
             write_results(summary, about, out / RESULTS)
@@ -268,22 +268,39 @@ def _renderer(folder: Path) -> Renderer:
     return Renderer(file)
 
 
-def _about(asked: Evaluation, lab: Laboratory, kept: ResultsFile, command: str) -> About:
+def _about(
+    asked: Evaluation, lab: Laboratory, kept: ResultsFile, command: str, num_conversations: int
+) -> About:
     experiments = Counter(result.experiment.value for result in kept.results)
+    at_boundaries = (Experiment.ANSWER, Experiment.HIT)
+    used = {result.number for result in kept.results if result.experiment in at_boundaries}
     config = ModelConfig.from_file(asked.folder / "config.json")
+    served = ClusterConfig()
     file = "the committed set" if asked.conversations is None else asked.conversations.name
     facts = {
         "checkpoint": f"`{asked.folder.name}`, {config.num_hidden_layers} layers of width "
         f"{config.hidden_size}, window {config.sliding_window}, digest `{asked.digest}`",
-        "conversations": f"{asked.limit} of {file}, seed {asked.seed}",
+        "conversations": f"{len(used)} of the {num_conversations} in {file}, seed {asked.seed}",
         "measured": ", ".join(f"{name} {number}" for name, number in experiments.items()),
-        "numerics": asked.numerics.value,
+        "numerics": _numerics(asked.numerics, served.numerics),
         "replay rules": RULES_VERSION,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}",
     }
-    default_tail = ClusterConfig().default_tail
-    return About(command, facts, lab.geometry.window, lab.anchor_interval, default_tail)
+    return About(
+        command,
+        facts,
+        lab.geometry.window,
+        lab.anchor_interval,
+        served.default_tail,
+        served.anchor_interval,
+    )
+
+
+def _numerics(measured: Numerics, served: Numerics) -> str:
+    if measured is served:
+        return measured.value
+    return f"{measured}; `ripresa serve` has `{served}` by default, and other rounding with it"
 
 
 def _too_short() -> RipresaError:

@@ -215,7 +215,12 @@ async def stacked(lab: Laboratory, case: Case) -> Result:
 
 async def growth(lab: Laboratory, case: Case, num_repeats: int) -> Result:
     """What prompts of growing length cost behind a hit that leaves as little as the rules allow,
-    and without one."""
+    and without one.
+
+    Args:
+        num_repeats: of every prompt, arm after arm, so that a slow minute of the machine is in the
+            times of all of them.
+    """
     geometry = lab.geometry
     costs = []
     for windows in GROWTH:
@@ -224,11 +229,10 @@ async def growth(lab: Laboratory, case: Case, num_repeats: int) -> Result:
             break
         prompt, following = case.token_ids[:length], case.token_ids[length]
         await lab.fill(case.token_ids, windows - 1, ReplayMode.EXACT)
-        for arm in (REFERENCE, TRIMMED, BOUNDED):
-            for _ in range(num_repeats):
+        for _ in range(num_repeats):
+            for arm in (REFERENCE, TRIMMED, BOUNDED):
                 costs.append(_cost(arm.name, length, await lab.plan(prompt, following, arm)))
-        for arm in (REFERENCE, TRIMMED):
-            for _ in range(num_repeats):
+            for arm in (REFERENCE, TRIMMED):
                 run = await lab.plan(prompt, following, arm, salt=b"nothing is cached")
                 costs.append(_cost(f"{COLD}{arm.name}", length, run))
     return Result(Experiment.GROWTH, case.number, costs=tuple(costs))

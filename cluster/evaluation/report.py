@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ripresa.cluster.evaluation.arms import EXACT
 from ripresa.cluster.evaluation.bootstrap import FEWEST, Estimate
-from ripresa.cluster.evaluation.crossing import Crossing, crossings
+from ripresa.cluster.evaluation.crossing import Crossing, crossings, row_layers
 from ripresa.cluster.evaluation.experiments import BOUNDED, DEPTHS, Experiment
 from ripresa.cluster.evaluation.measures import CONTEXT, OVERLAP, SUPERVISED, bucket_names
 from ripresa.cluster.evaluation.plots import Line, line_chart
@@ -25,6 +25,7 @@ from ripresa.cluster.evaluation.summary import (
     TokenRow,
 )
 from ripresa.cluster.evaluation.tails import MATTERS, TailRow, chosen
+from ripresa.workers.config import DEFAULT_ANCHOR_INTERVAL
 from ripresa.workers.replay import TailVariant
 
 RESULTS = "results.json"
@@ -39,6 +40,10 @@ _HALVES = (
 """First words of the arms of a chart."""
 _COLD_NLL = "reference nll"
 
+_COUNTED = (
+    f"A line of fewer than {FEWEST} conversations has counts for shares: nothing follows from it."
+)
+
 _PAGE = Path(__file__).parent / "page.md"
 """What is said whatever the numbers are."""
 
@@ -52,6 +57,7 @@ class About:
         facts: name and value of everything that decides the numbers.
         window, anchor: W and A in tokens.
         default_tail: what `ripresa serve` has for requests that name none.
+        default_anchor: A of `ripresa serve`, unless a setting says otherwise, in tokens.
     """
 
     command: str
@@ -59,6 +65,7 @@ class About:
     window: int
     anchor: int
     default_tail: TailVariant = TailVariant.FLOORED
+    default_anchor: int = DEFAULT_ANCHOR_INTERVAL
 
 
 def write_report(summary: Summary, about: About, report: Path, charts: Path) -> None:
@@ -99,6 +106,7 @@ def page(summary: Summary, about: About, links: Mapping[str, str]) -> str:
         facts=facts,
         window=about.window,
         anchor=about.anchor,
+        default_anchor=about.default_anchor,
         fewest=FEWEST,
         sections="\n".join(_sections(summary, about, links)),
     )
@@ -220,12 +228,15 @@ def _match_tables(rows: Sequence[MatchRow]) -> Iterator[str]:
     if whole:
         yield (
             "### Exact match\n\nThe share of the assistant's messages of which every token is the "
-            "likeliest one: what greedy decoding behind the reference's text would have said.\n"
+            "likeliest one: what greedy decoding behind the reference's text would have said. "
+            f"{_COUNTED}\n"
         )
         yield _matrix(whole, [(row.task, row) for row in whole], "task")
     placed = [row for row in rows if row.placement is not None]
     if placed:
-        yield "By where the evidence lies to the boundary b, of a window of W tokens:\n"
+        yield (
+            f"By where the evidence lies to the boundary b, of a window of W tokens. {_COUNTED}\n"
+        )
         yield _matrix(placed, [(str(row.placement), row) for row in placed], "evidence")
 
 
@@ -242,13 +253,17 @@ def _matrix(rows: Sequence[MatchRow], named: Sequence[tuple[str, MatchRow]], wha
                 name,
                 str(first.num_messages),
                 str(first.num_conversations),
-                *[
-                    _told(cells[name, arm].exact, ".2f") if (name, arm) in cells else ""
-                    for arm in arms
-                ],
+                *[_matched(cells[name, arm]) if (name, arm) in cells else "" for arm in arms],
             ]
         )
     return _table([what, "messages", "conversations", *[f"`{arm}`" for arm in arms]], body)
+
+
+def _matched(row: MatchRow) -> str:
+    """A share with its interval, or the counts alone where there are too few conversations."""
+    if row.num_conversations < FEWEST:
+        return f"{row.exact.mean * row.num_messages:.0f} of {row.num_messages}"
+    return _told(row.exact, ".2f")
 
 
 def _task_order(name: str) -> tuple[int, str]:
@@ -364,24 +379,31 @@ def _tails(rows: Sequence[TailRow], about: About) -> Iterator[str]:
 def _crossed(crossing: Crossing) -> str:
     """A sentence."""
     first, last = crossing.ratios
-    measured = f"{crossing.shortest:,} to {crossing.longest:,} tokens"
-    shares = f"{first:.2f} of them at the shortest, {last:.2f} at the longest"
-    about = f"`{BOUNDED.name}` and `{crossing.other}` in {crossing.unit}"
-    match crossing.start:
-        case None:
-            return (
-                f"{about}: `{BOUNDED.name}` is not cheaper at the longest ({measured}; {shares})."
-            )
-        case crossing.shortest:
-            return (
-                f"{about}: they do not cross in the measured range ({measured}), "
-                f"`{BOUNDED.name}` is the cheaper at every length ({shares})."
-            )
-        case start:
-            return (
-                f"{about}: they cross before {start:,} tokens, from which on `{BOUNDED.name}` is "
-                f"the cheaper at every measured length ({measured}; {shares})."
-            )
+    return (
+        f"`{BOUNDED.name}` and `{crossing.other}` in {crossing.unit}: {_where(crossing)} "
+        f"({crossing.lengths[0]:,} to {crossing.lengths[-1]:,} tokens measured; {first:.2f} of "
+        f"them at the shortest, {last:.2f} at the longest)."
+    )
+
+
+def _where(crossing: Crossing) -> str:
+    undecided = f"not decided at {', '.join(f'{length:,}' for length in crossing.undecided)} tokens"
+    if crossing.undecided == crossing.lengths:
+        return "not decided at any measured length"
+    if crossing.start is None:
+        if not crossing.undecided:
+            return f"`{BOUNDED.name}` is not the cheaper at the longest"
+        if crossing.dearer is None:
+            return f"`{BOUNDED.name}` is nowhere the dearer, and {undecided}"
+        return f"`{BOUNDED.name}` is not the cheaper at {crossing.dearer:,} tokens, and {undecided}"
+    cheaper = f"`{BOUNDED.name}` is the cheaper at every measured length"
+    if crossing.start == crossing.lengths[0]:
+        return f"they do not cross in the measured range, {cheaper}"
+    onwards = f"from {crossing.start:,} tokens on {cheaper}"
+    if crossing.dearer is None:
+        return f"{onwards}, and it is {undecided}"
+    rest = f", {undecided}" if crossing.undecided else ""
+    return f"they cross between {crossing.dearer:,} and {crossing.start:,} tokens{rest}; {onwards}"
 
 
 def _costs(rows: Sequence[CostRow], charts: str) -> Iterator[str]:
@@ -391,15 +413,18 @@ def _costs(rows: Sequence[CostRow], charts: str) -> Iterator[str]:
         return
     yield (
         "## What it costs\n\nA prompt up to its answer's first token. Row-layers: rows computed, "
-        "counted once for each layer. Seconds: median and quartiles, one request at a time.\n"
+        "counted once for each layer. Seconds: one request at a time.\n"
     )
     head = ["arm", "prompts", "tokens skipped", "encoder row-layers", "decoder row-layers", "s"]
     if answer:
+        yield "Seconds: the prompts' median and quartiles.\n"
         yield _table(head, [[f"`{row.arm}`", *_cost_cells(row)] for row in answer])
     if grown:
         yield (
             "Behind a hit on all that the rules allow, and with nothing cached, by the prompt's "
-            "length:\n"
+            "length. Each prompt is computed several times, arm after arm. Seconds: the median and "
+            "its 95 % interval, by ranks; a dash where there are too few runs for one. One is "
+            "called the cheaper where the intervals are apart, and elsewhere it is not decided.\n"
         )
         yield charts
         yield "\n".join(f"- {_crossed(crossing)}" for crossing in crossings(rows)) + "\n"
@@ -493,16 +518,11 @@ def _cost_charts(rows: Sequence[CostRow]) -> Iterator[tuple[str, str]]:
         return Line(arm, [of(found[arm, s]) if (arm, s) in found else None for s in sizes])
 
     for name, title, unit, of in (
-        ("rows", "Rows until the first token", "row-layers", _row_layers),
+        ("rows", "Rows until the first token", "row-layers", row_layers),
         ("seconds", "Time until the first token", "s", lambda row: row.seconds),
     ):
         lines = [line(arm, of) for arm in arms]
         yield name, line_chart(title, "tokens of the prompt", unit, sizes, lines)
-
-
-def _row_layers(row: CostRow) -> Estimate:
-    total = row.encoder_row_layers + row.decoder_row_layers
-    return Estimate(total)
 
 
 def _told(estimate: Estimate, form: str, *, signed: bool = False) -> str:

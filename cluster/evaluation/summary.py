@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ripresa.cluster.evaluation.bootstrap import Estimate, ratio
+from ripresa.cluster.evaluation.bootstrap import Estimate, median, ratio
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
 from ripresa.cluster.evaluation.measures import Group, Match
 from ripresa.cluster.evaluation.served import Hit
@@ -55,7 +55,8 @@ class CostRow:
     Attributes:
         num_tokens: of a prompt, if all have the same; else None.
         encoder_row_layers, decoder_row_layers, num_skipped: a prompt's mean.
-        seconds: the median, and the quartiles: a busy machine is slow at times.
+        seconds: the median. Of one prompt again and again with its 95 % interval, of different
+            prompts with their quartiles.
     """
 
     experiment: str
@@ -196,7 +197,7 @@ def _cost_rows(results: Sequence[Result]) -> Iterable[CostRow]:
             num_skipped=_mean(costs, lambda cost: cost.num_skipped),
             encoder_row_layers=_mean(costs, lambda cost: cost.encoder_row_layers),
             decoder_row_layers=_mean(costs, lambda cost: cost.decoder_row_layers),
-            seconds=_quartiles([cost.seconds for cost in costs]),
+            seconds=(_quartiles if key[2] is None else median)([cost.seconds for cost in costs]),
         )
 
 
@@ -241,5 +242,5 @@ def _served_rows(results: Sequence[Result]) -> Iterable[ServedRow]:
 
 
 def _quartiles(values: Sequence[float]) -> Estimate:
-    first, median, third = np.percentile(values, (25, 50, 75))
-    return Estimate(float(median), float(first), float(third))
+    first, middle, third = np.percentile(values, (25, 50, 75))
+    return Estimate(float(middle), float(first), float(third))

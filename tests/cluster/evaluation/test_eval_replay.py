@@ -79,6 +79,14 @@ def test_results_have_every_experiment(finished: Path) -> None:
     assert stacks == {"exact", *(str(depth) for depth in DEPTHS)}
 
 
+def test_the_page_says_how_many_conversations_were_used(finished: Path) -> None:
+    facts = json.loads((finished / "out" / "results.json").read_text())["about"]["facts"]
+    samples = [json.loads(line) for line in (finished / "out" / SAMPLES).open()]
+    used = {s["number"] for s in samples if s.get("experiment") in ("answer", "hit")}
+    assert len(used) == 1, "the other one is too short for a boundary"
+    assert facts["conversations"] == "1 of the 500 in the committed set, seed 0"
+
+
 def test_the_page_shows_tables_and_charts_that_exist(finished: Path) -> None:
     for page in (finished / "page.md", finished / "out" / "report.md"):
         text = page.read_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ripresa.cluster.evaluation.bootstrap import FEWEST, Estimate, ratio
+from ripresa.cluster.evaluation.bootstrap import FEWEST, Estimate, median, ratio
 from ripresa.cluster.evaluation.cases import Answer
 from ripresa.cluster.evaluation.crossing import crossings
 from ripresa.cluster.evaluation.experiments import Cost, Experiment, Result
@@ -26,7 +26,7 @@ from ripresa.cluster.evaluation.measures import (
 from ripresa.cluster.evaluation.plots import Line, line_chart
 from ripresa.cluster.evaluation.report import About, page
 from ripresa.cluster.evaluation.selections import Selections, overlap
-from ripresa.cluster.evaluation.summary import ALL, summarise
+from ripresa.cluster.evaluation.summary import ALL, Summary, summarise
 from ripresa.cluster.evaluation.tails import MATTERS, chosen, tail_rows
 from ripresa.workers.replay import TailVariant
 
@@ -211,28 +211,85 @@ def test_tails_are_compared_in_pairs_and_the_cheaper_is_kept_unless_it_matters()
     assert chosen(few, "both 8") is None
 
 
-def test_where_exact_and_bounded_cross_is_said() -> None:
+def test_a_median_has_the_interval_of_its_ranks() -> None:
+    values = [5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 600.0]
+    assert median(values) == Estimate(5.0, 2.0, 9.0), "one slow run is outside"
+    assert median(values[:6]) == Estimate(4.0, 1.0, 9.0)
+    assert median(values[:5]) == Estimate(5.0)
+    draws = np.random.default_rng(1).exponential(size=(2000, 25))
+    found = [median(list(each)) for each in draws]
+    covered = [e.low is not None and e.high is not None and e.low <= LN2 <= e.high for e in found]
+    assert 0.95 <= np.mean(covered) <= 0.97, "24 runs on either side: 0.957"
+    with pytest.raises(ValueError, match="value"):
+        median([])
+
+
+def grown(of: dict[int, tuple[int, list[float]]]) -> Summary:
+    """Prompts of growing length: rows and seconds of `exact`; of `bounded`, 40 and 5."""
     costs = [
-        Cost(arm, "bounded", length, 0, rows, 0, seconds)
-        for length, of in {20: (40, 9.0), 30: (50, 1.0), 40: (60, 2.0)}.items()
-        for arm, (rows, seconds) in {"bounded": (40, 5.0), "exact": of}.items()
+        Cost(arm, "bounded", length, 0, rows, 0, second)
+        for length, exact in of.items()
+        for arm, (rows, seconds) in {"bounded": (40, RUNS * [5.0]), "exact": exact}.items()
+        for second in seconds
     ]
-    summary = summarise([Result(Experiment.GROWTH, 0, costs=tuple(costs))], seed=0)
-    rows, seconds = crossings(summary.costs)
-    assert (rows.other, rows.unit, rows.start, rows.ratios) == (
-        "exact",
-        "row-layers",
-        30,
-        (1, 2 / 3),
-    )
-    assert (rows.shortest, rows.longest) == (20, 40)
-    assert (seconds.unit, seconds.start) == ("seconds", None)
+    return summarise([Result(Experiment.GROWTH, 0, costs=tuple(costs))], seed=0)
+
+
+RUNS = 9
+LN2 = math.log(2)
+FAST, SLOW, BOTH = RUNS * [1.0], RUNS * [9.0], [1.0, 1.0, 1.0, *6 * [9.0]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "start", "dearer", "undecided", "said"),
+    [
+        ([FAST, SLOW, SLOW], 30, 20, (), "cross between 20 and 30 tokens; from 30 tokens on"),
+        ([FAST, BOTH, SLOW], 40, 20, (30,), "between 20 and 40 tokens, not decided at 30 tokens;"),
+        ([BOTH, SLOW, SLOW], 30, None, (20,), "from 30 tokens on `bounded` is the cheaper at ever"),
+        ([SLOW, FAST, SLOW], 40, 30, (), "cross between 30 and 40 tokens"),
+        ([SLOW, SLOW, SLOW], 20, None, (), "do not cross in the measured range"),
+        ([SLOW, SLOW, FAST], None, 40, (), "not the cheaper at the longest"),
+        ([FAST, SLOW, BOTH], None, 20, (40,), "cheaper at 20 tokens, and not decided at 40 tokens"),
+        ([SLOW, SLOW, BOTH], None, None, (40,), "nowhere the dearer, and not decided at 40 tokens"),
+        ([BOTH, BOTH, BOTH], None, None, (20, 30, 40), "not decided at any measured length"),
+        (3 * [3 * [9.0]], None, None, (20, 30, 40), "not decided at any measured length"),
+    ],
+)
+def test_where_exact_and_bounded_cross_is_said_as_far_as_intervals_are_apart(
+    seconds: list[list[float]],
+    start: int | None,
+    dearer: int | None,
+    undecided: tuple[int, ...],
+    said: str,
+) -> None:
+    summary = grown({20 + 10 * i: (40 + 10 * i, each) for i, each in enumerate(seconds)})
+    rows, found = crossings(summary.costs)
+    assert (found.unit, found.lengths) == ("seconds", (20, 30, 40))
+    assert (found.start, found.dearer, found.undecided) == (start, dearer, undecided)
     text = page(summary, About("x", {}, 8, 32), {})
-    assert "they cross before 30 tokens" in text
-    assert "not cheaper at the longest" in text
+    assert text.count(said) >= 2, "in brief, and beside the table"
+    # Of rows there is no doubt, and as many are not fewer.
+    assert (rows.other, rows.unit, rows.ratios) == ("exact", "row-layers", (1, 2 / 3))
+    assert (rows.start, rows.dearer, rows.undecided) == (30, 20, ())
     longer = [cost for cost in summary.costs if cost.num_tokens != 20]
-    assert [each.start for each in crossings(longer)] == [30, None]
+    assert next(crossings(longer)).start == 30
     assert list(crossings([])) == []
+
+
+def test_few_messages_are_counted_and_many_have_a_share() -> None:
+    results = [
+        Result(
+            Experiment.HIT,
+            number,
+            (Group("x", "context", "[0,1)", 2, tail_sums(1.0)),),
+            (Match("x", "T10", "before b" if number else "across b", number > 1),),
+        )
+        for number in range(FEWEST + 1)
+    ]
+    text = page(summarise(results, seed=0), About("x", {}, 8, 32), {})
+    assert "| across b | 1 | 1 | 0 of 1 |" in text
+    assert f"| before b | {FEWEST} | {FEWEST} | 0.80 (" in text
+    assert f"fewer than {FEWEST} conversations" in text
 
 
 @pytest.mark.parametrize("lowest", [None, 1e-6])
