@@ -271,9 +271,9 @@ class EngineCore:
 
         Raises:
             RipresaError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE (not running),
-                DEADLINE_EXCEEDED, CANCELLED, or ALREADY_EXISTS if the same id runs here and its
-                generation is not lower. A lower one is failed, and its pages are free when this
-                goes on.
+                DEADLINE_EXCEEDED, CANCELLED, or ALREADY_EXISTS if the same id runs here and this
+                is no newer execution of it. What it replaces is failed, and its pages are free
+                when this goes on.
         """
         await self._make_way(request)
         constraint = request.sampling.constraint if self._role is WorkerRole.DECODE else None
@@ -333,11 +333,10 @@ class EngineCore:
             if isinstance(old, Job) and old.is_over:
                 await old.released.wait()
                 continue
-            if old.request.generation >= request.generation:
+            if not request.replaces(old.request):
                 raise RipresaError(
                     ErrorCode.ALREADY_EXISTS,
-                    f"request {request.request_id} runs here with generation "
-                    f"{old.request.generation}; use a new id, or a higher generation to replace it",
+                    f"request {request.request_id} runs here already; use a new id",
                     field="request_id",
                 )
             replaced = RipresaError(ErrorCode.CANCELLED, "replaced by a newer execution")

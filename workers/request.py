@@ -153,6 +153,8 @@ class GenerationRequest:
         stream: outlives its reader under this ticket; None for work that ends with its reader.
         given: the answer, if it is known and only to be scored: these tokens come, `max_tokens` of
             them, whatever `sampling` would choose, and none of them ends the stream.
+        gateway: who asks, in this life; one of another gateway is another request, whatever its
+            id, unless it goes on with the stream.
     """
 
     request_id: str
@@ -173,6 +175,7 @@ class GenerationRequest:
     expect_next_within_s: float | None = None
     stream: StreamTicket | None = None
     given: tuple[int, ...] = ()
+    gateway: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +185,12 @@ class GenerationRequest:
     def max_total_tokens(self) -> int:
         """Positions that the request may ever occupy."""
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def replaces(self, other: GenerationRequest) -> bool:
+        """Whether it is a newer execution of the same request."""
+        mine, others = self.stream, other.stream
+        goes_on = mine is not None and others is not None and mine.stream_id == others.stream_id
+        return (goes_on or self.gateway == other.gateway) and self.generation > other.generation
 
 
 class FinishReason(StrEnum):

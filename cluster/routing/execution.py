@@ -22,6 +22,7 @@ class Execution:
     Args:
         first_generation: above those that workers have seen of this id.
         claim: names the request's claim in the prefix directory.
+        gateway: see `GenerationRequest`.
 
     Attributes:
         recipe: fixed by the worker that ran the encoder rows first; it never changes.
@@ -34,9 +35,12 @@ class Execution:
         followed_on: that worker, the last one.
     """
 
-    def __init__(self, prompt: PromptRequest, first_generation: int, claim: str) -> None:
+    def __init__(
+        self, prompt: PromptRequest, first_generation: int, claim: str, gateway: str = ""
+    ) -> None:
         self.prompt = prompt
         self.claim = claim
+        self.gateway = gateway
         self.recipe: Recipe | None = None
         self.next_generation = first_generation
         self.hashes: tuple[bytes, ...] = ()
@@ -159,6 +163,7 @@ class Execution:
             max_chunk_rows=max_chunk_rows,
             expect_next_within_s=prompt.expect_next_within_s,
             stream=ticket,
+            gateway=self.gateway,
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -125,6 +126,7 @@ class ClusterRouter:
         self.leases = TurnLeases(calls)
         self.log = self._routes.log
         self._generations: OrderedDict[str, int] = OrderedDict()
+        self._life = uuid.uuid4().hex
         self._running: dict[str, str] = {}
         self._waits: dict[str, Wait] = {}
 
@@ -193,12 +195,10 @@ class ClusterRouter:
         return None if found is None else found.prompt
 
     def generate(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-        first_generation = self._generations.get(prompt.request_id, 0)
-        return self._wait_and_drive(Execution(prompt, first_generation, new_claim()))
+        return self._wait_and_drive(self._execution(prompt))
 
     async def resume(self, prompt: PromptRequest) -> AsyncGenerator[RouterEvent]:
-        first_generation = self._generations.get(prompt.request_id, 0)
-        execution = Execution(prompt, first_generation, new_claim())
+        execution = self._execution(prompt)
         async with aclosing(self._kept.follow(execution)) as events:
             async for event in events:
                 if isinstance(event, Finished):
@@ -211,6 +211,10 @@ class ClusterRouter:
         async with aclosing(self._wait_and_drive(execution)) as events:
             async for event in events:
                 yield event
+
+    def _execution(self, prompt: PromptRequest) -> Execution:
+        first_generation = self._generations.get(prompt.request_id, 0)
+        return Execution(prompt, first_generation, new_claim(), self._life)
 
     async def _wait_and_drive(self, execution: Execution) -> AsyncGenerator[RouterEvent]:
         prompt = execution.prompt

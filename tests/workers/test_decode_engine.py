@@ -29,6 +29,7 @@ from ripresa.workers.request import (
     FinishReason,
     GenerationRequest,
     Reserved,
+    StreamTicket,
     Tokens,
     WorkCounters,
 )
@@ -206,6 +207,24 @@ async def test_a_request_id_runs_once() -> None:
         gate.open()
         (await first).assert_equals(reference_stream(make_request(20)))
         (await collect(engine, make_request(20))).assert_equals(reference_stream(make_request(20)))
+
+
+async def test_a_request_of_another_gateway_is_another_one_but_for_its_stream() -> None:
+    async with local_engine() as (engine, machine):
+        gate = StepGate(machine, 3)
+        ticket = StreamTicket("s", 0, b"")
+        mine = replace(make_request(20), gateway="a", stream=ticket)
+        first = asyncio.create_task(collect(engine, mine))
+        await gate.reached.wait()
+        others = replace(mine, gateway="b", generation=7, stream=StreamTicket("t", 0, b""))
+        for other in (others, replace(others, stream=None)):
+            with pytest.raises(RipresaError) as caught:
+                await collect(engine, other)
+            assert caught.value.code is ErrorCode.ALREADY_EXISTS
+        resumed = asyncio.create_task(collect(engine, replace(others, stream=ticket)))
+        assert (await first).failed.error.code is ErrorCode.CANCELLED
+        gate.open()
+        (await resumed).assert_equals(reference_stream(mine))
 
 
 async def test_a_higher_generation_replaces_a_lower_one_in_a_full_pool() -> None:

@@ -541,8 +541,9 @@ async def test_a_reused_id_replaces_what_workers_still_run_of_it() -> None:
     cluster = Cluster()
     check_answer(await cluster.run())
     check_answer(await cluster.run())
-    first, second = (request.generation for _, request in cluster.decoded)
-    assert second > first
+    (_, first), (_, second) = cluster.decoded
+    assert second.generation > first.generation
+    assert second.gateway == first.gateway != ""
 
 
 async def test_a_refused_id_does_not_replace_the_run_it_belongs_to() -> None:
