@@ -92,17 +92,19 @@ class Answer:
 
 
 class Stream:
-    """One open Generate call, or one that resumes it.
+    """One open Generate call, or those that resume it."""
 
-    Args:
-        answer: what the resumed call has said.
-    """
-
-    def __init__(self, call: Any, answer: Answer | None = None) -> None:
+    def __init__(self, call: Any) -> None:
         self._call = call
+        self._resume: Callable[[], Any] | None = None
         self._opened = time.monotonic()
         self._num_messages = 0
-        self.answer = answer or Answer()
+        self.answer = Answer()
+
+    def go_on(self, resume: Callable[[], Any]) -> None:
+        """Read from what `resume` calls, now and wherever the connection breaks."""
+        self._resume = resume
+        self._call = resume()
 
     def read(self, num_tokens: int = 1) -> None:
         """Read on until `started` came and `num_tokens` more tokens did, or the stream's end."""
@@ -130,6 +132,9 @@ class Stream:
         try:
             response = next(self._call, None)
         except grpc.RpcError as error:
+            if self._resume is not None and _is_cut(error):
+                self._call = self._resume()
+                return True
             answer.code, answer.details = error.code(), error.details() or ""
             answer.field = _field(error)
             answer.seconds = time.monotonic() - self._opened
@@ -216,13 +221,16 @@ class ServedCluster:
         return result.output.splitlines()
 
     def resume(self, stream: Stream, *, timeout_s: float = 200) -> Stream:
-        """Go on with a stream through a connection of its own."""
+        """Go on with a stream, and again where a dying gateway took the connection."""
         assert stream.answer.started is not None
-        request = pb.ResumeRequest(
-            stream_id=stream.answer.started.stream_id, next_sequence=stream.num_messages
-        )
-        call = self.stub.Resume(request, timeout=timeout_s, wait_for_ready=True)
-        return Stream(call, stream.answer)
+        stream_id = stream.answer.started.stream_id
+
+        def resume() -> Any:
+            request = pb.ResumeRequest(stream_id=stream_id, next_sequence=stream.num_messages)
+            return self.stub.Resume(request, timeout=timeout_s, wait_for_ready=True)
+
+        stream.go_on(resume)
+        return stream
 
     def listed(self) -> dict[str, WorkerReport]:
         """What gateways know of workers now: each worker's last heartbeat."""
@@ -392,6 +400,12 @@ def served_cluster(*settings: str) -> Iterator[ServedCluster]:
                 served.close()
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _is_cut(error: grpc.RpcError) -> bool:
+    """Whether no gateway ended the call: each of its errors has details."""
+    is_unavailable: bool = error.code() is grpc.StatusCode.UNAVAILABLE
+    return is_unavailable and rpc_status.from_call(error) is None
 
 
 def _field(error: grpc.RpcError) -> str:
