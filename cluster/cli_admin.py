@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ripresa.cluster.cli_options import FiniteRange
+
 if TYPE_CHECKING:
     from ripresa.cluster.client.admin import AdminClient
 
@@ -82,7 +84,7 @@ def status(address: str, api_key: str) -> None:
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Seconds for its streams to end there; then they go on elsewhere. Default: 30.",
 )
 @click.option(

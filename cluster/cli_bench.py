@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ripresa.cluster.cli_options import with_api_key
+from ripresa.cluster.cli_options import FiniteRange, with_api_key
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 from ripresa.workers.errors import InvalidArgument
 
@@ -36,6 +36,7 @@ def bench() -> None:
 )
 @click.option(
     "--spread-hours",
+    type=FiniteRange(min=0),
     default=4.0,
     show_default=True,
     help="Conversations without a recorded start begin within so many hours.",
@@ -44,7 +45,7 @@ def bench() -> None:
 @click.option(
     "--leases",
     "lease_share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="Also sticky sessions whose tool calls pin at most this share of a worker; slow.",
 )
 @click.option("--max-lines", type=click.IntRange(min=1), help="Read no more lines of the file.")
@@ -99,8 +100,6 @@ def bench_trace(
     for name, value in counts.items():
         if value < 1:
             raise InvalidArgument(f"--{name.replace('_', '-')}", f"must be 1 or more, got {value}")
-    if not 0 <= spread_hours < float("inf"):
-        raise InvalidArgument("--spread-hours", f"must not be below 0, got {spread_hours}")
     if counts["capacity"] < RELEASED_WINDOW:
         raise InvalidArgument("--capacity", f"one block takes {RELEASED_WINDOW} tokens")
     from ripresa.cluster.simulation.arrivals import Workload

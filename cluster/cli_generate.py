@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ripresa.cluster.cli_options import with_api_key
+from ripresa.cluster.cli_options import FiniteRange, with_api_key
 from ripresa.cluster.progress import progress
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.replay import ReplayMode, TailVariant
@@ -51,11 +51,16 @@ if TYPE_CHECKING:
 )
 @click.option("--model", default="", help="Refuse another model than this.")
 @click.option("--request-id", default="", help="Name the request, to abort it from elsewhere.")
-@click.option("--timeout", "timeout_s", type=float, help="Seconds for the whole answer.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=FiniteRange(min=0, min_open=True),
+    help="Seconds for the whole answer.",
+)
 @click.option(
     "--connect-timeout",
     "connect_timeout_s",
-    type=float,
+    type=FiniteRange(min=0, min_open=True),
     default=15.0,
     show_default=True,
     help="Seconds to wait for a gateway.",

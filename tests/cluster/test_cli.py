@@ -6,8 +6,10 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -186,3 +188,21 @@ def test_generate_without_a_gateway() -> None:
         )
     assert result.exit_code == FAILED
     assert f"no gateway answers at {address}; start one with `ripresa serve`" in result.stderr
+
+
+def every_option(command: click.Command) -> Iterator[click.Parameter]:
+    yield from command.params
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from every_option(below)
+
+
+def test_no_range_lets_nan_or_inf_through() -> None:
+    ranges = [each for each in every_option(cli) if isinstance(each.type, click.FloatRange)]
+    assert len(ranges) >= 8
+    for option in ranges:
+        for number in ("nan", "inf", "-inf", "1e999"):
+            with pytest.raises(click.BadParameter):
+                option.type.convert(number, option, None)
+    # The server has words for these, and hears of them from other clients as well.
+    loose = {each.name for each in every_option(cli) if each.type is click.FLOAT}
+    assert loose == {"temperature", "top_p"}
