@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ripresa.cluster.cli_options import with_api_key, with_overrides
+from ripresa.cluster.cli_options import FiniteRange, with_api_key, with_overrides
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def _with_extent(command: F) -> F:
         click.option(
             "--size", type=click.Choice(["tiny", "demo"]), default="demo", show_default=True
         ),
-        click.option(
-            "--minutes", type=click.FloatRange(min=0, min_open=True), help="About how long."
-        ),
+        click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="About how long."),
         click.option(
             "--tokens", type=click.IntRange(min=1), help="How many tokens, instead of how long."
         ),
@@ -160,7 +158,7 @@ def train_continue(source: Path, **extent: Any) -> None:
 @_source
 @click.option(
     "--cut-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.5,
     show_default=True,
     help="Of the sequences, those that are cut; 0 trains on without cuts, to compare with.",
@@ -283,8 +281,10 @@ def train_bundle(
 
         bundled = bundle_training(folder, commits, click.echo)
         write_card(bundled)
-    _measure_bundled(bundled, conversations, concurrency, assignments)
-    write_card(bundled)
+    try:
+        _measure_bundled(bundled, conversations, concurrency, assignments)
+    finally:
+        write_card(bundled)
 
 
 def _measure_bundled(
@@ -311,16 +311,25 @@ def _measure_bundled(
         chosen = evenly(conversations, len(every))
         asked = [questions(renderer, every[place]) for place in chosen]
         address = f"http://{cluster.http_address}"
-        scores = measure_live(address, served_model(address), asked, concurrency)
+        found = measure_live(address, served_model(address), asked, concurrency)
         digest = model_digest(folder, ModelConfig.from_file(config.model.config_file))
         marks: dict[int, Marks] = {}
         shown = time.monotonic()
-        for place, found in zip(chosen, scores, strict=True):
-            marks[place] = Marks.of(found)
-            if time.monotonic() - shown >= MAX_PAUSE_S or len(marks) == len(asked):
-                shown = time.monotonic()
-                click.echo(f"measured {len(marks)} of {len(asked)} conversations", err=True)
+        try:
+            for number, scores in found:
+                marks[chosen[number]] = Marks.of(scores)
+                if time.monotonic() - shown >= MAX_PAUSE_S:
+                    shown = time.monotonic()
+                    click.echo(_measured(len(marks), len(asked)), err=True)
+                    Figures(digest, marks).save(folder / FIGURES)
+        finally:
+            click.echo(_measured(len(marks), len(asked)), err=True)
+            if marks:
                 Figures(digest, marks).save(folder / FIGURES)
+
+
+def _measured(done: int, total: int) -> str:
+    return f"measured {done} of {total} conversations"
 
 
 @train.command("measure")
@@ -338,14 +347,14 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
 
     Every message of the assistant is asked for behind the reference's conversation, at
     temperature 0, with the tools declared. `valid` is the share of messages with a call where one
-    is due and none elsewhere.
+    is due and none elsewhere. If it ends early, the table is of the conversations until then.
 
     \b
     Example:
       ripresa serve --set model.path=/tmp/demo/checkpoint
       ripresa train measure --conversations 50
     """
-    with progress("measuring"):
+    with progress("preparing"):
         from ripresa.cluster.training.figures import evenly
         from ripresa.cluster.training.live import measure_live, questions, served_model
         from ripresa.cluster.training.rendering import Renderer
@@ -358,7 +367,16 @@ def train_measure(address: str, conversations: int, concurrency: int, api_key: s
         chosen = [every[place] for place in evenly(conversations, len(every))]
         renderer = Renderer(TOKENIZER)
         asked = [questions(renderer, conversation) for conversation in chosen]
-        found = measure_live(address, model, asked, concurrency, api_key)
-        scores = [score for part in found for score in part]
-    for line in table(scores, "valid"):
-        click.echo(line)
+    scores, shown, done = [], time.monotonic(), 0
+    try:
+        for _, part in measure_live(address, model, asked, concurrency, api_key):
+            scores += part
+            done += 1
+            if time.monotonic() - shown >= MAX_PAUSE_S:
+                shown = time.monotonic()
+                click.echo(_measured(done, len(asked)), err=True)
+    finally:  # what was measured before a failure is no less true
+        for line in table(scores, "valid") if scores else ():
+            click.echo(line)
+        if done < len(asked):
+            click.echo(_measured(done, len(asked)), err=True)

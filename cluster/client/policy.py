@@ -15,6 +15,10 @@ CONNECT_TIMEOUT_S = 15.0
 """Longest wait of a client's first call for a gateway."""
 MAX_MESSAGE_BYTES = 64 << 20
 
+MAX_ATTEMPTS = 5
+"""Of one call: the first, and those that repeat what a restarting or full gateway answers."""
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_FACTOR = 0.2, 2.0, 2.0
+
 SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -23,10 +27,10 @@ SERVICE_CONFIG = {
             # Before the first message of an answer only; requests carry their id, so that none
             # runs twice at once. The server answers with the pause it wants, or that none helps.
             "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
+                "maxAttempts": MAX_ATTEMPTS,
+                "initialBackoff": f"{_FIRST_BACKOFF_S}s",
+                "maxBackoff": f"{_MAX_BACKOFF_S}s",
+                "backoffMultiplier": _BACKOFF_FACTOR,
                 "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"],
             },
         }
@@ -42,6 +46,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+def backoff_s(attempt: int) -> float:
+    """The pause behind an attempt, 1 for the first, of which the server asks for no longer one."""
+    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * _BACKOFF_FACTOR ** (attempt - 1))
 
 
 def target_of(addresses: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ class Figures:
         """Write JSON, a conversation a line, a digit a message: 1 for what it was."""
         lines = (
             f'"{place}": {json.dumps([_digits(marks.exact), _digits(marks.valid)])}'
-            for place, marks in self.marks.items()
+            for place, marks in sorted(self.marks.items())
         )
         marks = ",\n".join(lines)
         path.write_text(f'{{"weights": "{self.weights}", "marks": {{\n{marks}\n}}}}\n')

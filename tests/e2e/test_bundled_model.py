@@ -76,11 +76,13 @@ def test_a_sample_of_the_evaluation_is_answered_as_the_card_tells(bundled: Serve
     renderer = Renderer(TOKENIZER)
     asked = [questions(renderer, every[place]) for place in places]
     address = f"http://{bundled.cluster.http_address}"
-    found = measure_live(address, MODEL_NAME, asked, len(asked))
+    found = dict(measure_live(address, MODEL_NAME, asked, len(asked)))
     compared = [
         (question, was, score.is_exact)
-        for place, part, scores in zip(places, asked, found, strict=True)
-        for question, was, score in zip(part, figures.marks[place].exact, scores, strict=True)
+        for number, (place, part) in enumerate(zip(places, asked, strict=True))
+        for question, was, score in zip(
+            part, figures.marks[place].exact, found[number], strict=True
+        )
     ]
     assert len({question.task for question, _, _ in compared}) >= 5
     different = [(q.task, q.messages[-1], was, now) for q, was, now in compared if was != now]

@@ -11,23 +11,35 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ripresa.cluster.cli import cli
+from ripresa.cluster.cli import FAILED, MISUSED, cli
+from ripresa.cluster.client import policy
 from ripresa.cluster.training.live import Question, measure_live, questions, served_model
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.ledger.conversation import Message, Task
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
 from ripresa.workers.demo.ledger.tool_server import TOOLS
-from ripresa.workers.errors import InvalidArgument, Unavailable
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError, Unavailable
 
 
 class Server(ThreadingHTTPServer):
-    """Answers questions that it knows; says `no` to others. `seen`: bodies; `keys`: of requests."""
+    """Answers questions that it knows; says `no` to others. `seen`: bodies; `keys`: of requests.
+
+    Attributes:
+        status: of answers to questions.
+        num_busy: questions that are put off first.
+        raw: what is sent instead of answers, once `break_after` questions were answered; with 0,
+            instead of the model's name as well.
+    """
 
     def __init__(self, known: list[Question], status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = {json.dumps(q.messages): q.reference for q in known}
         self.status = status
+        self.num_busy = 0
+        self.raw: bytes | None = None
+        self.num_answered = 0
+        self.break_after = 0
         self.seen: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
 
@@ -37,20 +49,35 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
+        if self.server.raw is not None and not self.server.break_after:
+            self.wfile.write(self.server.raw)
+            return
         self._send(200, {"data": [{"id": "a-model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append(body)
         self.server.keys.append(self.headers["Authorization"])
+        if self.server.num_busy:
+            self.server.num_busy -= 1
+            self._send(503, {"error": {"message": "try again"}}, {"Retry-After": "0"})
+            return
+        self.server.num_answered += 1
+        if self.server.raw is not None and self.server.num_answered > self.server.break_after:
+            self.wfile.write(self.server.raw)
+            return
         said: Message = {"role": "assistant", "content": "no"}
         answer = self.server.answers.get(json.dumps(body["messages"]), said)
         self._send(self.server.status, {"choices": [{"message": answer}]})
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
+    def _send(
+        self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
         content = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
@@ -82,7 +109,8 @@ def address(server: Server) -> str:
 
 
 def test_scores_are_those_of_the_answers(asked: list[list[Question]], server: Server) -> None:
-    found = list(measure_live(address(server), served_model(address(server)), asked, 3))
+    by_number = dict(measure_live(address(server), served_model(address(server)), asked, 3))
+    found = [by_number[number] for number in range(len(asked))]
     assert [len(part) for part in found] == [len(part) for part in asked]
     flat, scores = ([one for part in of for one in part] for of in (asked, found))
     assert [s.task for s in scores] == [q.task for q in flat]
@@ -104,6 +132,87 @@ def test_a_refusal_is_told_and_so_is_a_server_that_is_not_there(
         list(measure_live(address(server), "a-model", asked[:1], 1))
     with pytest.raises(Unavailable, match="start `ripresa serve`"):
         served_model("http://127.0.0.1:9")
+    for status, code in (
+        (401, ErrorCode.UNAUTHENTICATED),
+        (429, ErrorCode.RESOURCE_EXHAUSTED),
+        (500, ErrorCode.INTERNAL),
+        (503, ErrorCode.UNAVAILABLE),
+    ):
+        server.status = status
+        with pytest.raises(RipresaError, match=f"answered {status}") as refused:
+            list(measure_live(address(server), "a-model", asked[:1], 1))
+        assert refused.value.code is code
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nobody waits; how long would have been."""
+    pauses: list[float] = []
+    monkeypatch.setattr("ripresa.cluster.training.live.time.sleep", pauses.append)
+    return pauses
+
+
+def test_a_busy_server_is_asked_again_so_many_times(
+    asked: list[list[Question]], server: Server, no_pause: list[float]
+) -> None:
+    server.num_busy = policy.MAX_ATTEMPTS - 1
+    ((_, scores),) = measure_live(address(server), "a-model", asked[:1], 1)
+    assert len(scores) == len(asked[0])
+    assert no_pause == [policy.backoff_s(n) for n in range(1, policy.MAX_ATTEMPTS)]
+    server.num_busy = policy.MAX_ATTEMPTS
+    with pytest.raises(Unavailable, match="try again"):
+        list(measure_live(address(server), "a-model", asked[:1], 1))
+    assert len(no_pause) == 2 * (policy.MAX_ATTEMPTS - 1)
+
+
+HTTP = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s"
+BAD_ANSWERS = {
+    "a page": (HTTP % (6, b"<html>"), MISUSED, "answers no JSON"),
+    "no HTTP": (b"\x00\x00\x06\x04\r\n\r\n", MISUSED, "speaks no HTTP"),
+    "half an answer": (HTTP % (60, b"{"), FAILED, "nobody answers"),
+    "no answer": (b"", FAILED, "nobody answers"),
+    "another object": (HTTP % (2, b"{}"), MISUSED, "no gateway of ripresa"),
+    "no choice": (HTTP % (27, b'{"choices": [], "data": []}'), MISUSED, "no gateway of ripresa"),
+    "a list": (HTTP % (2, b"[]"), MISUSED, "no gateway of ripresa"),
+    "an odd one": (
+        HTTP % (45, b'{"choices": [{"message": 1}], "data": [{}]}  '),
+        MISUSED,
+        "no gateway of ripresa",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_no_answer_is_told_and_what_was_measured_is_shown(
+    asked: list[list[Question]], server: Server, kind: str, is_late: bool
+) -> None:
+    """The second of two conversations fails; or the first request does."""
+    server.raw, code, words = BAD_ANSWERS[kind]
+    server.break_after = len(asked[0]) if is_late else 0
+    command = ["train", "measure", "--address", address(server), "--conversations", "2"]
+    result = CliRunner().invoke(cli, [*command, "--concurrency", "1"])
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    if is_late:
+        assert "measured 1 of 2 conversations" in result.stderr
+        assert sum(int(row[-3]) for row in rows if row[-4] == "all") == len(asked[0])
+    else:
+        assert rows == []
+
+
+@pytest.mark.parametrize(
+    "wrong", ["127.0.0.1:8000", "http://", "ftp://a", "http://a:b", "http://[", "http://a b", "ö"]
+)
+def test_what_is_no_address_is_refused(wrong: str) -> None:
+    result = CliRunner().invoke(cli, ["train", "measure", "--address", wrong])
+    assert result.exit_code == MISUSED, result.output
+    assert "--address: must be like http://127.0.0.1:8000" in result.stderr
+
+
+def test_an_address_may_end_with_a_slash(server: Server) -> None:
+    assert served_model(f"{address(server)}/") == "a-model"
 
 
 @pytest.mark.parametrize(("options", "sent"), [((), None), (("--api-key", "k"), "Bearer k")])
