@@ -1,6 +1,6 @@
-"""What does the model card say of the bundled weights? `python -m ripresa.cluster.training.card`.
+"""What do the model cards say of the bundled weights? `python -m ripresa.cluster.training.card`.
 
-The part between two marks of MODEL_CARD.md is written from the files beside it.
+The part between two marks of each MODEL_CARD.md is written from the files beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ripresa.workers.demo.build_tokenizer import TOKENIZER
 from ripresa.workers.demo.checkpoint import DEMO_MODEL
 from ripresa.workers.demo.ledger.conversation import Task
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
+from ripresa.workers.demo.training.sizes import Size
 
 CARD = "MODEL_CARD.md"
 BEGIN = "<!-- Written by `python -m ripresa.cluster.training.card`: -->"
@@ -120,5 +121,11 @@ def _total(steps: list[dict[str, Any]], clock: str) -> float:
     return sum(ends)
 
 
+def write_cards() -> None:
+    """The cards of all bundled models."""
+    for size in Size:
+        write_card(size.bundled)
+
+
 if __name__ == "__main__":
-    write_card()
+    write_cards()
