@@ -11,16 +11,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN, read_options
+from ripresa.cluster.training.finished import finished_parameters, read_parameters
+from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN, STATE, read_options
 from ripresa.cluster.training.step_log import entries
 from ripresa.workers.checkpoint_files import CheckpointFiles
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
+from ripresa.workers.demo.training.plan import TOKENS_PER_STEP
 from ripresa.workers.demo.training.sizes import Size, config_of
 from ripresa.workers.errors import ConfigError
+from ripresa.workers.models.deepseek_v41.config import ModelConfig
 
 WEIGHTS = "model.safetensors"
 KEPT_LOG = "training_log.jsonl.xz"
 FIGURES = "figures.json"
+_KINDS = {"size": str, "num_tokens": int, "seed": int, "num_processes": int, "is_narrow": bool}
+"""Options that every training has."""
 
 
 def bundle_training(
@@ -40,17 +45,18 @@ def bundle_training(
 
     Raises:
         ConfigError: the training has not ended, is of another geometry or tokenizer, led on from
-            more or fewer others than there are commits, or lacks a log.
+            more or fewer others than there are commits, or lacks a part of its log.
+        CheckpointError: its weights cannot be read, are of another geometry, or not finite.
     """
     checkpoint = folder / CHECKPOINT
     if not (checkpoint / WEIGHTS).exists():
         raise ConfigError(
             "FOLDER", f"{folder} holds no finished training; give `ripresa train demo` its time"
         )
-    size = Size(read_options(folder)["size"])
+    size = Size(_options(folder)["size"])
     expected = {"config.json": config_of(size), "tokenizer.json": json.loads(TOKENIZER.read_text())}
     for name, document in expected.items():
-        if json.loads((checkpoint / name).read_text()) != document:
+        if _json(checkpoint / name) != document:
             raise ConfigError(
                 "FOLDER", f"{name} of {checkpoint} is not that of today's code for {size.value}"
             )
@@ -67,6 +73,7 @@ def bundle_training(
         for number, each in enumerate(folders)
         for entry in _log(each)
     )
+    _check_weights(folder, size)
     target = target or size.bundled
     target.mkdir(exist_ok=True)
     (target / FIGURES).unlink(missing_ok=True)
@@ -88,11 +95,30 @@ def _trainings(folder: Path) -> list[Path]:
     return [*_trainings(Path(source)), folder]
 
 
+def _check_weights(folder: Path, size: Size) -> None:
+    """See that the checkpoint is whole and finite, and that a state beside it has ended."""
+    read_parameters(folder)
+    if (folder / STATE).exists():
+        try:
+            finished_parameters(folder, ModelConfig.from_dict(config_of(size)))
+        except ConfigError as error:
+            raise ConfigError("FOLDER", error.message) from error
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "FOLDER", f"{path} cannot be read: {error}; put a copy of it there"
+        ) from error
+
+
 def _log(folder: Path) -> list[dict[str, Any]]:
     """Every step and table of a training.
 
     Raises:
-        ConfigError: there is no step.
+        ConfigError: it lacks steps.
     """
     try:
         found = entries((folder / LOG).read_text().splitlines())
@@ -100,13 +126,33 @@ def _log(folder: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             "FOLDER", f"{folder / LOG} cannot be read: {error}; put a copy of it there"
         ) from error
-    if not any("step" in entry for entry in found):
-        raise ConfigError("FOLDER", f"{folder / LOG} tells of no step; put a whole copy there")
+    options = _options(folder)
+    per_step = TOKENS_PER_STEP * options["num_processes"]
+    num_steps = max(options["num_tokens"] // per_step, 1)
+    steps = [entry["step"] for entry in found if "step" in entry]
+    if steps != list(range(1, num_steps + 1)):
+        raise ConfigError(
+            "FOLDER",
+            f"{folder / LOG} tells of {len(steps)} steps, the training has {num_steps}; put a "
+            "whole copy there, or let the training end",
+        )
     return found
 
 
-def _options(folder: Path) -> dict[str, object]:
-    options: dict[str, object] = read_options(folder)
+def _options(folder: Path) -> dict[str, Any]:
+    """All that a card tells of a training; raises ConfigError."""
+    options = read_options(folder)
+    for name, kind in _KINDS.items():
+        if type(options.get(name)) is not kind:
+            raise ConfigError(
+                "FOLDER",
+                f"{name} in {folder / PLAN} is {options.get(name)!r}, and must be a "
+                f"{kind.__name__}; put a copy of the training's options there",
+            )
+    if options["size"] not in set(Size) or options["num_processes"] < 1:
+        raise ConfigError(
+            "FOLDER", f"{folder / PLAN} holds no options of a training; put a copy of them there"
+        )
     if "source" in options:  # its name alone means something elsewhere
         options["source"] = Path(str(options["source"])).name
     return options | {"machine": machine()}

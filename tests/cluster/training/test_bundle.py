@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ripresa.cluster.training.bundle import FIGURES, bundle_training
+from ripresa.cluster.training.bundle import FIGURES, WEIGHTS, bundle_training
 from ripresa.cluster.training.card import BEGIN, CARD, END, write_card
 from ripresa.cluster.training.figures import Figures, Marks, evenly
 from ripresa.cluster.training.live import questions
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.cluster.training.scores import Score
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
-from ripresa.workers.demo.checkpoint import DEMO_MODEL
+from ripresa.workers.demo.checkpoint import DEMO_MODEL, DEMO_TWIN
 from ripresa.workers.demo.ledger.evaluation import load_evaluation
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.errors import ConfigError, RipresaError
 
 OPTIONS = {
-    "size": "demo",
-    "num_tokens": 6144,
+    "size": "tiny",
+    "num_tokens": 12288,
     "seed": 3,
     "num_processes": 2,
     "is_narrow": False,
@@ -46,8 +48,8 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "training"
     (folder / "checkpoint").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json"):
-        shutil.copy(DEMO_MODEL / name, folder / "checkpoint")
-    save_file({"w": torch.arange(4)}, folder / "checkpoint" / "model.safetensors")
+        shutil.copy(DEMO_TWIN / name, folder / "checkpoint")
+    shutil.copy(DEMO_TWIN / WEIGHTS, folder / "checkpoint")
     (folder / "training.json").write_text(json.dumps(OPTIONS))
     entries = [entry(1, 60.0), entry(2, 120.0), {"tokens": 4096, "table": "..."}, entry(3, 60.0)]
     (folder / "log.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in entries))
@@ -59,7 +61,7 @@ def target(tmp_path: Path) -> Path:
     folder = tmp_path / "demo"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
-        shutil.copy(DEMO_MODEL / name, folder)
+        shutil.copy(DEMO_TWIN / name, folder)
     (folder / CARD).write_text(f"# A model\n\n{BEGIN}\nold\n{END}\n\nLimits.\n")
     return folder
 
@@ -73,7 +75,7 @@ def test_weights_log_and_record_are_copied_and_the_card_tells_of_them(
 ) -> None:
     (target / FIGURES).write_text("of other weights")
     bundle_training(source, ["1a2b3c4"], print, target)
-    assert load_file(target / "model.safetensors")["w"].tolist() == [0, 1, 2, 3]
+    assert (target / WEIGHTS).read_bytes() == (DEMO_TWIN / WEIGHTS).read_bytes()
     assert "model.safetensors" in (target / "SHA256SUMS").read_text()
     assert not (target / FIGURES).exists()
     write_card(target)
@@ -100,7 +102,8 @@ def test_a_training_that_went_on_from_another_tells_of_both(
     shutil.copytree(source, further)
     options = {**OPTIONS, "seed": 4, "source": str(source)}
     (further / "training.json").write_text(json.dumps(options))
-    (further / "log.jsonl").write_text(json.dumps(entry(1, 600.0)) + "\n")
+    again = [entry(step, 200.0 * step) for step in (1, 2, 3)]
+    (further / "log.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in again))
     with pytest.raises(ConfigError, match=r"2 trainings led to .*training, .*further; give a com"):
         bundle_training(further, ["1a2b3c4"], print, target)
     assert not (target / "training.json").exists()
@@ -158,26 +161,89 @@ def test_places_are_spread() -> None:
     assert evenly(500, 500) == list(range(500))
 
 
-@pytest.mark.parametrize(
-    "damage", ["unfinished", "another geometry", "another tokenizer", "no log", "empty log"]
-)
+Damage = Callable[[Path, Path], None]
+"""Of a training's folder, and the checkpoint in it."""
+
+
+def damaged_log(source: Path, _: Path) -> None:
+    lines = (source / "log.jsonl").read_text().splitlines(keepends=True)
+    (source / "log.jsonl").write_text("".join(lines[:2]))
+
+
+def of(name: str, content: str | None) -> Damage:
+    """Another content of a file; None for no file."""
+
+    def damage(source: Path, _: Path) -> None:
+        file = source / name
+        file.unlink() if content is None else file.write_text(content)
+
+    return damage
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(source: Path, checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / WEIGHTS)
+        change(tensors)
+        save_file(tensors, checkpoint / WEIGHTS)
+
+    return damage
+
+
+def options(**changes: object) -> Damage:
+    kept = {name: value for name, value in {**OPTIONS, **changes}.items() if value is not None}
+    return of("training.json", json.dumps(kept))
+
+
+def truncated(source: Path, checkpoint: Path) -> None:
+    os.truncate(checkpoint / WEIGHTS, (checkpoint / WEIGHTS).stat().st_size // 2)
+
+
+def of_the_other_size(source: Path, checkpoint: Path) -> None:
+    shutil.copy(DEMO_MODEL / WEIGHTS, checkpoint)
+
+
+def a_state(number: int) -> Damage:
+    def damage(source: Path, checkpoint: Path) -> None:
+        content = {"number": number, "identity": {"plan": {"num_steps": 3}}, "parameters": {}}
+        torch.save(content, source / "state.pt")
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "unfinished": (of("checkpoint/model.safetensors", None), "finished"),
+    "another geometry": (of("checkpoint/config.json", "{}"), "is not that of today's code"),
+    "another tokenizer": (of("checkpoint/tokenizer.json", "{}"), "is not that of today's code"),
+    "no tokenizer": (of("checkpoint/tokenizer.json", None), "cannot be read"),
+    "a torn geometry": (of("checkpoint/config.json", '{"a"'), "cannot be read"),
+    "no log": (of("log.jsonl", None), "cannot be read"),
+    "an empty log": (of("log.jsonl", ""), "tells of 0 steps, the training has 3"),
+    "half a log": (damaged_log, "tells of 2 steps, the training has 3"),
+    "torn options": (of("training.json", "{"), "cannot be read"),
+    "an unknown size": (options(size="huge"), "no options of a training"),
+    "no precision": (options(is_narrow=None), "is_narrow"),
+    "no processes": (options(num_processes=0), "no options of a training"),
+    "half the weights": (truncated, "model.safetensors"),
+    "no weights": (of("checkpoint/model.safetensors", ""), "model.safetensors"),
+    "weights of the other size": (of_the_other_size, "model.safetensors"),
+    "a tensor less": (weights(lambda tensors: tensors.popitem()), "checkpoint"),
+    "weights that are none": (
+        weights(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))),
+        "holds NaN or infinite values",
+    ),
+    "a state on its way": (a_state(2), "is at step 2 of 3"),
+    "a torn state": (of("state.pt", "torn"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_what_is_no_training_of_this_model_changes_nothing(
-    source: Path, target: Path, damage: str
+    source: Path, target: Path, kind: str
 ) -> None:
-    checkpoint = source / "checkpoint"
-    if damage == "unfinished":
-        (checkpoint / "model.safetensors").unlink()
-    elif damage == "no log":
-        (source / "log.jsonl").unlink()
-    elif damage == "empty log":
-        (source / "log.jsonl").write_text("")
-    else:
-        name = "config.json" if damage == "another geometry" else "tokenizer.json"
-        (checkpoint / name).write_text("{}")
-    with pytest.raises(ConfigError, match=r"finished|is not that of today's code|log\.jsonl"):
+    damage, said = DAMAGES[kind]
+    damage(source, source / "checkpoint")
+    (target / FIGURES).write_text("of other weights")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(RipresaError, match=said):
         bundle_training(source, ["1a2b3c4"], print, target)
-    assert sorted(path.name for path in target.iterdir()) == [
-        CARD,
-        "config.json",
-        "tokenizer.json",
-    ]
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
