@@ -20,7 +20,7 @@ from pathlib import Path
 from ripresa.cluster.training.rendering import Answers, Renderer
 from ripresa.workers.demo.ledger.conversation import Conversation
 from ripresa.workers.demo.ledger.evaluation import FILE, load_evaluation
-from ripresa.workers.errors import InvalidArgument
+from ripresa.workers.errors import InvalidArgument, RipresaError
 from ripresa.workers.replay_query import ReplayGeometry
 
 LONGEST_DISTANCE = 8
@@ -72,7 +72,7 @@ def read_conversations(path: Path | None) -> list[Conversation]:
         conversations = load_evaluation(file)
     except OSError as error:
         raise InvalidArgument("--conversations", f"{file} cannot be read: {error}") from error
-    except (lzma.LZMAError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except (lzma.LZMAError, ValueError) as error:
         raise InvalidArgument(
             "--conversations",
             f"{file} is no file of conversations ({type(error).__name__}: {error}); it must be "
@@ -98,16 +98,26 @@ def cases_of(
     geometry: ReplayGeometry,
     max_tokens: int,
     seed: int | None,
+    file: Path | None = None,
 ) -> Iterator[Case]:
     """The chosen conversations as cases.
 
     Args:
         max_tokens: a conversation ends there.
         seed: of the boundaries' draw; None for the last ones.
+        file: that holds them; None for the committed set.
+
+    Raises:
+        InvalidArgument: a conversation, which is named, cannot be a prompt.
     """
     for number in numbers:
         conversation = conversations[number]
-        answers = renderer.answers(conversation)
+        try:
+            answers = renderer.answers(conversation)
+        except (RipresaError, ValueError) as error:
+            raise InvalidArgument(
+                "--conversations", f"{file or FILE}, line {number + 1}: cannot be a prompt: {error}"
+            ) from error
         yield make_case(
             number,
             answers.token_ids[:max_tokens],

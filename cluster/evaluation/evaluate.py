@@ -126,7 +126,9 @@ async def run_self_test(asked: Evaluation, echo: Echo) -> bool:
     async with laboratory(asked.folder, longest_case, asked.numerics, echo) as lab:
         chosen = spread(len(conversations), len(conversations), asked.seed)
         renderer = _renderer(asked.folder)
-        cases = cases_of(conversations, chosen, renderer, lab.geometry, lab.max_tokens, None)
+        cases = cases_of(
+            conversations, chosen, renderer, lab.geometry, lab.max_tokens, None, asked.conversations
+        )
         long_enough = (case for case in cases if _leaves_out(case, lab.geometry))
         tested = list(islice(long_enough, _NUM_SELF_TESTED))
         if not tested:
@@ -210,7 +212,15 @@ async def _fill_in(
     renderer = _renderer(asked.folder)
     echo(f"rendering {len(numbers)} conversations")
     every = list(
-        cases_of(conversations, numbers, renderer, lab.geometry, lab.max_tokens, asked.seed)
+        cases_of(
+            conversations,
+            numbers,
+            renderer,
+            lab.geometry,
+            lab.max_tokens,
+            asked.seed,
+            asked.conversations,
+        )
     )
     stacks = _stacks(lab, asked, conversations, renderer)
     usable = [case for case in every if case.answer is not None or case.hit is not None]
@@ -254,7 +264,9 @@ def _stacks(
     """Sequences of the last conversations, which the others need not be of."""
     length = min(stack_length(lab.geometry), lab.max_tokens)
     numbers = reversed(range(len(conversations)))
-    cases = cases_of(conversations, numbers, renderer, lab.geometry, length, asked.seed)
+    cases = cases_of(
+        conversations, numbers, renderer, lab.geometry, length, asked.seed, asked.conversations
+    )
     return list(islice(stack_of(cases, length), asked.stacks))
 
 

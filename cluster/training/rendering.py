@@ -114,22 +114,34 @@ class Renderer:
         return Sample(tuple(token_ids), tuple(weights))
 
     def answers(self, conversation: Conversation) -> Answers:
-        """Where the assistant's messages are."""
+        """Where the assistant's messages are.
+
+        Raises:
+            RipresaError: the gateway would refuse the messages.
+            ValueError: they are rendered as another number of answers than is expected.
+        """
         sample = self.conversation(conversation, 0.0)
         end = self._tokenizer.special_ids[END_OF_SENTENCE]
-        spans, start = [], None
-        expected = iter(conversation.expected)
+        places: list[tuple[int, int]] = []
+        start = None
         for place, (token, weight) in enumerate(zip(sample.token_ids, sample.weights, strict=True)):
             if weight and start is None:
                 start = place
             if token == end and start is not None:
-                message = next(expected)
-                distance = None
-                if message.evidence is not None:
-                    read = conversation.messages[: message.evidence + 1]
-                    distance = start - self.num_tokens(read, conversation.declares_tools)
-                spans.append(Span(message.task, start, place + 1, distance))
+                places.append((start, place + 1))
                 start = None
+        if len(places) != len(conversation.expected):
+            raise ValueError(
+                f"{len(conversation.expected)} messages of the assistant are expected, and "
+                f"{len(places)} rendered"
+            )
+        spans = []
+        for message, (start, stop) in zip(conversation.expected, places, strict=True):
+            distance = None
+            if message.evidence is not None:
+                read = conversation.messages[: message.evidence + 1]
+                distance = start - self.num_tokens(read, conversation.declares_tools)
+            spans.append(Span(message.task, start, stop, distance))
         return Answers(sample.token_ids, tuple(spans))
 
     def text(self, text: str, weight: float) -> Sample:

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,12 +17,14 @@ from tiny_model import tiny_checkpoint
 
 from ripresa.cluster.cli import FAILED, MISUSED, cli
 from ripresa.cluster.cli_eval import _command
-from ripresa.cluster.evaluation.cases import read_conversations
+from ripresa.cluster.evaluation.cases import cases_of, read_conversations
 from ripresa.cluster.evaluation.experiments import DEPTHS, Experiment
 from ripresa.cluster.evaluation.results_file import FILE as SAMPLES
 from ripresa.cluster.evaluation.results_file import ResultsFile
+from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.demo.build_tokenizer import TOKENIZER
-from ripresa.workers.errors import ErrorCode, RipresaError
+from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
+from ripresa.workers.replay_query import ReplayGeometry
 
 SETTINGS = {"model": "m", "limit": 2}
 
@@ -235,6 +238,87 @@ def test_bad_input_is_refused(
     result = ripresa(*given)
     assert result.exit_code == code, result.output
     assert said.format(**places) in result.output
+
+
+def conversation(**changes: object) -> dict[str, Any]:
+    """A small one, changed."""
+    return {
+        "messages": [
+            {"role": "user", "content": "Say a."},
+            {"role": "assistant", "content": "a"},
+        ],
+        "expected": [{"message": 1, "task": "T6 repeat", "evidence": 0}],
+        **changes,
+    }
+
+
+def written(path: Path, *documents: object) -> Path:
+    path.write_bytes(lzma.compress("".join(f"{json.dumps(d)}\n" for d in documents).encode()))
+    return path
+
+
+def expecting(**changes: object) -> dict[str, Any]:
+    return conversation(expected=[{"message": 1, "task": "T6 repeat", "evidence": 0, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([], "must be an object"),
+        ({"messages": []}, "lacks ['expected']"),
+        (conversation(more=1), "unknown ['more']"),
+        (conversation(messages=[], expected=[]), "must end with the assistant's"),
+        (conversation(messages="a"), "must be lists"),
+        (conversation(messages=["a"]), "messages[0] must be an object"),
+        (conversation(messages=[{"role": "user", "content": "a"}]), "must end with the assistant"),
+        (conversation(expected=[]), "every message of the assistant, in order: [1], not []"),
+        (conversation(boundary="8"), "`boundary` must not be '8'"),
+        (conversation(boundary=8.0), "`boundary` must not be 8.0"),
+        (conversation(placement=8), "`placement` must not be 8"),
+        (conversation(declares_tools=1), "`declares_tools` must not be 1"),
+        (expecting(message=7), "expected[0].message is 7"),
+        (expecting(message=-1), "expected[0].message is -1"),
+        (expecting(message=True), "expected[0].message is True"),
+        (expecting(evidence=1), "expected[0].evidence is 1"),
+        (expecting(evidence="a"), "expected[0].evidence is 'a'"),
+        (expecting(task="T99"), "'T99' is not a valid Task"),
+        (expecting(task=[]), "[] is not a valid Task"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_file_and_line(
+    tmp_path: Path, document: object, said: str
+) -> None:
+    file = written(tmp_path / "file", conversation(), document)
+    with pytest.raises(InvalidArgument) as refused:
+        read_conversations(file)
+    assert refused.value.field == "--conversations"
+    for part in (str(file), "line 2: ", said):
+        assert part in refused.value.message
+    assert len(read_conversations(written(file, conversation(), conversation()))) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [({"role": "judge", "content": "a"}, "judge"), ({"role": "user"}, "content")]
+)
+def test_a_conversation_that_is_no_prompt_is_named_by_file_and_line(
+    tmp_path: Path, first: object, said: str
+) -> None:
+    bad = conversation(messages=[first, {"role": "assistant", "content": "a"}])
+    file = written(tmp_path / "file", conversation(), bad)
+    found = cases_of(
+        read_conversations(file),
+        [0, 1],
+        Renderer(TOKENIZER),
+        ReplayGeometry(8, 6, 1, 1),
+        64,
+        0,
+        file,
+    )
+    assert next(found).number == 0
+    with pytest.raises(InvalidArgument, match="line 2: cannot be a prompt") as refused:
+        next(found)
+    assert str(file) in refused.value.message
+    assert said in refused.value.message
 
 
 def test_results_that_are_none_are_refused_and_kept(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from ripresa.workers.demo.ledger.conversation import Conversation, Expected, Task
 from ripresa.workers.demo.ledger.draws import Draws, Split
@@ -56,18 +58,68 @@ def to_lines(conversations: Iterable[Conversation]) -> str:
 
 
 def load_evaluation(path: Path = FILE) -> list[Conversation]:
-    """The committed set, or another file of the same form."""
-    lines = lzma.decompress(path.read_bytes()).decode().splitlines()
-    return [_from_json(json.loads(line)) for line in lines]
+    """The committed set, or another file of the same form.
+
+    Raises:
+        OSError, lzma.LZMAError: it cannot be read, or unpacked.
+        ValueError: a line, which is named, is no such conversation.
+    """
+    lines = lzma.decompress(path.read_bytes()).decode().split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
+        try:
+            found.append(_from_json(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    return found
 
 
-def _from_json(fields: dict[str, object]) -> Conversation:
-    document = dict(fields)
-    messages, expected = document.pop("messages"), document.pop("expected")
-    assert isinstance(messages, list)
-    assert isinstance(expected, list)
-    return Conversation(
-        tuple(messages),
-        tuple(Expected(e["message"], Task(e["task"]), e["evidence"]) for e in expected),
-        **document,  # type: ignore[arg-type]
-    )
+def _from_json(document: object) -> Conversation:
+    fields = _object(document, "a conversation", {"messages", "expected"}, _OPTIONAL)
+    messages, expected = fields.pop("messages"), fields.pop("expected")
+    if not isinstance(messages, list) or not isinstance(expected, list):
+        raise ValueError("`messages` and `expected` must be lists")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{number}] must be an object")
+    answers = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers or answers[-1] != len(messages) - 1:
+        raise ValueError("`messages` must end with the assistant's")
+    told = tuple(_expected(each, f"expected[{n}]", answers) for n, each in enumerate(expected))
+    named = [each.message for each in told]
+    if named != answers:
+        raise ValueError(
+            f"`expected` must name every message of the assistant, in order: {answers}, not {named}"
+        )
+    for name, types in _OPTIONAL.items():
+        if name in fields and type(fields[name]) not in types:
+            raise ValueError(f"`{name}` must not be {fields[name]!r}")
+    return Conversation(tuple(messages), told, **fields)
+
+
+_OPTIONAL = {"declares_tools": (bool,), "boundary": (int, NoneType), "placement": (str, NoneType)}
+
+
+def _expected(document: object, name: str, answers: Sequence[int]) -> Expected:
+    fields = _object(document, name, {"message", "task", "evidence"})
+    message, evidence = fields["message"], fields["evidence"]
+    if type(message) is not int or message not in answers:
+        raise ValueError(f"{name}.message is {message!r}: no index of an assistant's message")
+    if evidence is not None and (type(evidence) is not int or not 0 <= evidence < message):
+        raise ValueError(f"{name}.evidence is {evidence!r}: no index of a message before it")
+    return Expected(message, Task(fields["task"]), evidence)
+
+
+def _object(
+    document: object, name: str, required: Set[str], optional: Iterable[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise ValueError(f"{name} must be an object")
+    missing, unknown = required - document.keys(), document.keys() - required - set(optional)
+    if missing or unknown:
+        raise ValueError(
+            f"{name} lacks {sorted(missing)}"
+            if missing
+            else f"{name} has unknown {sorted(unknown)}"
+        )
+    return dict(document)
