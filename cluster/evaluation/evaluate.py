@@ -47,6 +47,7 @@ from ripresa.cluster.evaluation.report import (
 from ripresa.cluster.evaluation.results_file import ResultsFile
 from ripresa.cluster.evaluation.served import ask, check_served
 from ripresa.cluster.evaluation.summary import Summary, summarise
+from ripresa.cluster.progress import progress
 from ripresa.cluster.training.rendering import Renderer
 from ripresa.workers.config import Numerics
 from ripresa.workers.demo.ledger.conversation import Conversation
@@ -252,7 +253,9 @@ async def _fill_in(
         for case in asks:
             is_missing = not kept.has(Experiment.SERVED, case.number)
             if is_missing:
-                matches, hits = await asyncio.to_thread(ask, client, case, digest)
+                # Less than the client waits for a gateway that is gone.
+                with progress(f"asking about conversation {case.number}", echo=echo):
+                    matches, hits = await asyncio.to_thread(ask, client, case, digest)
                 served = (tuple(matches), tuple(hits))
                 kept.add(Result(Experiment.SERVED, case.number, matches=served[0], hits=served[1]))
             pace.done(f"served conversation {case.number}", was_computed=is_missing)

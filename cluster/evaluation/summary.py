@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -209,7 +210,10 @@ def _check_rows(results: Sequence[Result]) -> Iterable[CheckRow]:
             found.setdefault(result.experiment.value, []).append(told)
     for experiment, checks in found.items():
         num_able = sum(start > 0 for _, start in checks)
-        yield CheckRow(experiment, len(checks), num_able, max(worst for worst, _ in checks))
+        differences = [worst for worst, _ in checks]
+        # `max` would pass over it.
+        worst = math.nan if any(map(math.isnan, differences)) else max(differences)
+        yield CheckRow(experiment, len(checks), num_able, worst)
 
 
 def _hit_rows(results: Sequence[Result]) -> Iterable[HitRow]:

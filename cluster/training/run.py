@@ -233,6 +233,8 @@ class _Teller:
     def __call__(self, progress: Progress) -> None:
         if self._first_tokens is None or self._measured is None:
             self._first_tokens = self._measured = progress.num_tokens
+            # The first step has no speed yet.
+            self._shown = time.monotonic()
         now = time.monotonic()
         done = progress.num_tokens - self._first_tokens
         speed = done / max(now - self._begun, 1e-9)

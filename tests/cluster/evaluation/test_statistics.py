@@ -165,6 +165,18 @@ def test_a_summary_adds_up_conversations() -> None:
     assert [(row.num_tokens, row.num_cases) for row in found.hits] == [(0, 3), (8, 2)]
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_conversation_hides_one_whose_logits_are_no_numbers(place: int) -> None:
+    worst = [0.0, 0.0, 0.0]
+    worst[place] = math.nan
+    results = [
+        Result(Experiment.HIT, number, worst_exact=value, exact_start=1)
+        for number, value in enumerate(worst)
+    ]
+    (check,) = summarise(results, seed=0).checks
+    assert math.isnan(check.worst)
+
+
 def tail_sums(kl: float) -> dict[str, float]:
     return {**sums(kl, 10), "reference nll": 0.0, "difference": 10 * kl, "same top": 10.0}
 
