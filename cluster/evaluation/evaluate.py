@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from ripresa.cluster.client import Client
 from ripresa.cluster.config import ClusterConfig
@@ -279,6 +280,13 @@ def _renderer(folder: Path) -> Renderer:
         raise InvalidArgument(
             "--checkpoint",
             f"{folder} has no {TOKENIZER_FILE}, by which conversations become tokens",
+        )
+    num_ids = Tokenizer.from_file(str(file)).get_vocab_size()
+    vocab_size = ModelConfig.from_file(folder / "config.json").vocab_size
+    if num_ids > vocab_size:
+        raise InvalidArgument(
+            "--checkpoint",
+            f"{file} has {num_ids} tokens, the model {vocab_size}; put the model's own there",
         )
     return Renderer(file)
 

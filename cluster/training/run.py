@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +31,7 @@ from ripresa.workers.demo.training.fine_tuning import FineTuning
 from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Plan
 from ripresa.workers.demo.training.sizes import Size, config_of
 from ripresa.workers.demo.training.trainer import Batches, Progress, Trainer, train, unwritten
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.errors import ConfigError, ErrorCode, RipresaError
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.engram_ids import compressed_ids
 
@@ -162,14 +164,31 @@ def run_training(folder: Path, training: Training, echo: Callable[[str], None]) 
 
     Raises:
         ConfigError: the folder holds another training's state, or a torn one.
-        RipresaError: state, log or checkpoint cannot be written.
+        RipresaError: state, log or checkpoint cannot be written, or another process trains there.
     """
-    if training.num_processes == 1:
-        _run_rank(0, folder, training, "", echo)
-        return
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (folder, training, f"{meeting}/processes", echo)
-        spawn(_run_rank, arguments, nprocs=training.num_processes)
+    with _alone(folder):
+        if training.num_processes == 1:
+            _run_rank(0, folder, training, "", echo)
+            return
+        with tempfile.TemporaryDirectory() as meeting:
+            arguments = (folder, training, f"{meeting}/processes", echo)
+            spawn(_run_rank, arguments, nprocs=training.num_processes)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One training at a time has the folder, by a lock that ends with its process."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise RipresaError(
+            ErrorCode.FAILED_PRECONDITION,
+            f"another process trains in {folder}; wait for it, or name another folder",
+        ) from error
+    finally:
+        os.close(lock)
 
 
 def _run_rank(

@@ -210,6 +210,7 @@ def test_an_arm_that_should_be_exact_and_is_not_fails_the_evaluation(
         (("--out", "{out}", "--limit", "0"), MISUSED, "--limit"),
         (("--out", "{out}", "--checkpoint", "{missing}"), MISUSED, "--checkpoint: {missing}/"),
         (("--out", "{out}", "--checkpoint", "{bare}"), MISUSED, "tokenizer.json"),
+        (("--out", "{out}", "--checkpoint", "{small}"), MISUSED, "has 4096 tokens, the model "),
         (("--out", "{out}", "--conversations", "{missing}"), MISUSED, "cannot be read"),
         (("--out", "{out}", "--conversations", "{text}"), MISUSED, "no file of conversations"),
         (("--out", "{out}", "--conversations", "{other}"), MISUSED, "no file of conversations"),
@@ -224,13 +225,15 @@ def test_bad_input_is_refused(
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint, bare)
     (bare / "tokenizer.json").unlink()
+    tiny_checkpoint(tmp_path / "small", engram_layer_ids=[], engram_num_embeddings=[])
+    shutil.copy(TOKENIZER, tmp_path / "small")
     (tmp_path / "text").write_text("no archive")
     (tmp_path / "other").write_bytes(lzma.compress(b'{"messages": []}\n'))
     (tmp_path / "empty").write_bytes(lzma.compress(b""))
     (tmp_path / "foreign").mkdir()
     head = '{"format": "ripresa replay evaluation", "version": 1, "limit": 7, "seed": 9}\n'
     (tmp_path / "foreign" / SAMPLES).write_text(head)
-    names = ("out", "missing", "bare", "text", "other", "empty", "foreign")
+    names = ("out", "missing", "bare", "small", "text", "other", "empty", "foreign")
     places = {name: str(tmp_path / name) for name in names}
     given = [argument.format(**places) for argument in arguments]
     if "--checkpoint" not in given:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +12,18 @@ import pytest
 from click.testing import CliRunner
 
 from ripresa.cluster.cli import cli
-from ripresa.cluster.training.run import CHECKPOINT, LOG, PLAN, STATE, Training, open_training
+from ripresa.cluster.training.run import (
+    CHECKPOINT,
+    LOG,
+    PLAN,
+    STATE,
+    Training,
+    open_training,
+    run_training,
+)
 from ripresa.workers.checkpoint_report import report_checkpoint
 from ripresa.workers.demo.training.sizes import Size
-from ripresa.workers.errors import ConfigError
+from ripresa.workers.errors import ConfigError, RipresaError
 
 ASKED = Training(Size.TINY, 4096, seed=0, num_processes=1, is_narrow=False)
 
@@ -61,6 +71,16 @@ def test_other_options_are_refused(tmp_path: Path, changes: dict[str, object]) -
     open_training(tmp_path, ASKED, None)
     with pytest.raises(ConfigError, match="go on with the same options"):
         open_training(tmp_path, replace(ASKED, **changes), None)  # type: ignore[arg-type]
+
+
+def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
+    open_training(tmp_path, ASKED, None)
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(RipresaError, match=f"another process trains in {tmp_path}"):
+        run_training(tmp_path, ASKED, print)
+    os.close(holder)
+    assert not (tmp_path / LOG).exists()
 
 
 @pytest.mark.parametrize("options", [[], ["--tokens", "1", "--minutes", "1"]])
