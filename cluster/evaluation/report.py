@@ -175,7 +175,9 @@ def _sections(summary: Summary, about: About, links: Mapping[str, str]) -> Itera
             "## Through the server\n\nEvery message of the conversations, asked of a gateway at "
             "temperature 0 behind the reference's text, in order: each prompt goes on from what "
             "the one before has left in the workers' caches. Windows that these keep spare "
-            "replays, so `both` is what is served, and seldom a replay.\n"
+            "replays, so `both` is what is served, and by default seldom a replay; workers with "
+            "`windows.policy` `zero` keep none. *By kind* says what it was here: `window` found "
+            "one, `bounded` replayed.\n"
         )
         yield _served_table(summary.served)
         yield from _match_tables([m for m in summary.matches if m.experiment == Experiment.SERVED])
