@@ -7,7 +7,6 @@ import math
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from ripresa.cluster.gateway.chat_responses import ChatResponses
 from ripresa.cluster.gateway.keeping_teller import KeepingTeller
 from ripresa.cluster.gateway.prefix_breaks import Conversations, turn_marks
 from ripresa.cluster.gateway.quotas import Quotas
+from ripresa.cluster.gateway.reading import Reading, is_short
 from ripresa.cluster.gateway.responses import Responses
 from ripresa.cluster.gateway.resumed_streams import ResumedStreams
 from ripresa.cluster.gateway.run import CountedBooks, Run
@@ -108,7 +108,7 @@ class InferenceService:
             over, and whoever reads by gRPC may go on with what it missed.
         keep_streams_s: how long workers keep streams that have ended.
         transfer_backend: what moves state between workers, for the metrics.
-        tokenizer_threads: most calls that tokenize at once; further ones queue.
+        tokenizer_threads: most calls that tokenize beside the loop at once; further ones queue.
         keys: who the tenants are; None takes every request, of no tenant.
         clock: monotonic seconds.
 
@@ -155,8 +155,7 @@ class InferenceService:
         self.max_unread_s = max_unread_s
         self._transfer_backend = transfer_backend
         self._clock = clock
-        # Its own threads: a queue of long texts holds up nobody else in this process.
-        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+        self._reading = Reading(tokenizer_threads)
         self._draining = False
         self._keys = keys
         self.sessions: Sessions | None = None
@@ -221,7 +220,7 @@ class InferenceService:
 
     def close(self) -> None:
         """Give the tokenizer's threads back; no call may follow."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reading.close()
 
     async def generate(
         self, request: pb.GenerateRequest, call: Call
@@ -238,7 +237,7 @@ class InferenceService:
         def origin(asked: AskedText, start_time: float) -> StreamOrigin:
             return StreamOrigin.of(request, asked.prompts, call, start_time)
 
-        stream = self.stream(read, tell, call, origin=origin)
+        stream = self.stream(read, tell, call, is_short=is_short(request), origin=origin)
         async with aclosing(self._once(request, call, stream, _generated)) as responses:
             async for response in responses:
                 yield response
@@ -277,7 +276,14 @@ class InferenceService:
             return StreamOrigin.of(asked_for, asked.prompts, call, start_time, turn, place)
 
         tell = partial(self.chat_teller, request.return_token_ids, heard)
-        stream = self.stream(read, tell, call, encoding=PROMPT_ENCODING, origin=origin)
+        stream = self.stream(
+            read,
+            tell,
+            call,
+            is_short=is_short(asked_for),
+            encoding=PROMPT_ENCODING,
+            origin=origin,
+        )
         stream = self.kept(stream, place, heard)
         incarnation = "" if place is None else place.incarnation
         once = self._once(request, call, stream, _chatted, incarnation)
@@ -450,14 +456,16 @@ class InferenceService:
         tell: Callable[[A, StreamFacts], Teller[M]],
         call: Call,
         *,
+        is_short: bool = False,
         encoding: str = "",
         origin: Callable[[A, float], StreamOrigin] | None = None,
     ) -> AsyncGenerator[M]:
-        """Read a request off the loop, admit it, run it, and count whatever becomes of it.
+        """Read a request, admit it, run it, and count whatever becomes of it.
 
         Args:
             read: the checked request; it raises what is wrong with it.
             tell: who makes the stream's messages.
+            is_short: it is read on the loop.
             encoding: how the prompt was rendered, if it was.
             origin: what others must know to go on with the stream; None for one that ends with
                 this gateway.
@@ -468,7 +476,7 @@ class InferenceService:
         received, start_time = self._clock(), time.time()
         late_from = expiry(start_time, call.deadline)
         try:
-            asked = await self.off_loop(read, call)
+            asked = await self._reading.run(read, _remaining_s(call), is_short=is_short)
             prompts = asked.prompts
             if origin is not None:
                 tickets = origin(asked, start_time).tickets()
@@ -592,23 +600,8 @@ class InferenceService:
         return pb.ListModelsResponse(models=[model])
 
     async def off_loop(self, work: Callable[[], T], call: Call) -> T:
-        """Run tokenizer work on its own threads: it takes longer than a token of a stream.
-
-        Work that still waits for a thread is dropped when the deadline passes or the caller is
-        cancelled.
-
-        Raises:
-            RipresaError: the deadline passed (DEADLINE_EXCEEDED), or what `work` raises.
-        """
-        remaining_s = None if call.deadline is None else call.deadline - time.time()
-        try:
-            async with asyncio.timeout(remaining_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except TimeoutError as error:
-            raise RipresaError(
-                ErrorCode.DEADLINE_EXCEEDED,
-                "the deadline passed before the text was tokenized; allow more time, or try again",
-            ) from error
+        """Run tokenizer work beside the loop; see `Reading.run`."""
+        return await self._reading.run(work, _remaining_s(call))
 
 
 def _generated(message: pb.ResumeResponse) -> pb.GenerateResponse:
@@ -617,6 +610,11 @@ def _generated(message: pb.ResumeResponse) -> pb.GenerateResponse:
 
 def _chatted(message: pb.ResumeResponse) -> pb.ChatResponse:
     return message.chat
+
+
+def _remaining_s(call: Call) -> float | None:
+    """Seconds until its deadline; None for none."""
+    return None if call.deadline is None else call.deadline - time.time()
 
 
 def expiry(now: float, deadline: float | None) -> float:

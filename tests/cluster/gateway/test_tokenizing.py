@@ -167,7 +167,7 @@ async def test_a_queued_calls_deadline_is_met_over_the_wire(
 
 async def test_closing_ends_the_threads(narrow: Any) -> None:
     await narrow.tokenize(pb.TokenizeRequest(text="a"), Call("a"))
-    threads = [t for t in threading.enumerate() if t in narrow._threads._threads]
+    threads = [t for t in threading.enumerate() if t in narrow._reading._threads._threads]
     assert len(threads) == 1
     narrow.close()
     await asyncio.to_thread(threads[0].join, 30)
