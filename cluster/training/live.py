@@ -115,26 +115,25 @@ def measure_live(
         is_valid = is_valid and verdict is not Verdict.UNWANTED_CALL
         return Score(question.task, question.bucket, verdict is Verdict.RIGHT, float(is_valid))
 
-    failure: BaseException | None = None
+    failures: list[BaseException] = []
+
+    def ask_all(part: Sequence[Question]) -> list[Score] | None:
+        return None if failures else list(map(ask, part))
+
     with ThreadPoolExecutor(concurrency) as pool:
-        numbers = {
-            pool.submit(lambda part: list(map(ask, part)), part): number
-            for number, part in enumerate(asked)
-        }
+        numbers = {pool.submit(ask_all, part): number for number, part in enumerate(asked)}
         try:
             for done in as_completed(numbers):
-                if done.cancelled():
-                    continue
                 error = done.exception()
-                if error is None:
-                    yield numbers[done], done.result()
-                elif failure is None:
-                    failure = error
-                    pool.shutdown(wait=False, cancel_futures=True)
+                if error is not None:
+                    # Not by cancelling the others: `as_completed` waits for those that never ran.
+                    failures.append(error)
+                elif (scores := done.result()) is not None:
+                    yield numbers[done], scores
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    if failure is not None:
-        raise failure
+    if failures:
+        raise failures[0]
 
 
 def _base(address: str) -> str:

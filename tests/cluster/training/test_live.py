@@ -187,19 +187,26 @@ BAD_ANSWERS = {
 def test_what_is_no_answer_is_told_and_what_was_measured_is_shown(
     asked: list[list[Question]], server: Server, kind: str, is_late: bool
 ) -> None:
-    """The second of two conversations fails; or the first request does."""
+    """The second of three conversations fails; or the first request does."""
     server.raw, code, words = BAD_ANSWERS[kind]
     server.break_after = len(asked[0]) if is_late else 0
-    command = ["train", "measure", "--address", address(server), "--conversations", "2"]
+    command = ["train", "measure", "--address", address(server), "--conversations", "3"]
     result = CliRunner().invoke(cli, [*command, "--concurrency", "1"])
     assert result.exit_code == code, result.output
     assert words in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     if is_late:
-        assert "measured 1 of 2 conversations" in result.stderr
+        assert "measured 1 of 3 conversations" in result.stderr
         assert sum(int(row[-3]) for row in rows if row[-4] == "all") == len(asked[0])
     else:
         assert rows == []
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_ends_what_has_not_begun(asked: list[list[Question]], server: Server) -> None:
+    server.raw, _, words = BAD_ANSWERS["a list"]
+    with pytest.raises(InvalidArgument, match=words):
+        list(measure_live(address(server), "a-model", [asked[0]] * 200, 1))
 
 
 @pytest.mark.parametrize(
