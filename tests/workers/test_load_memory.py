@@ -24,6 +24,7 @@ from ripresa.workers.transfer.base import LaneConfig
 from ripresa.workers.worker_settings import WorkerSettings
 
 LOAD = """
+import ctypes
 import sys
 from pathlib import Path
 import torch
@@ -40,10 +41,13 @@ folder, half = Path(sys.argv[1]), Half(sys.argv[2])
 config = ModelConfig.from_file(folder / "config.json")
 torch.set_num_threads(1)
 ops.dequantise_f8(*ops.quantise_f8(torch.randn(512, 512)))  # loads what first calls load
-before = kilobytes("VmRSS:")
+# Pages of files, libraries among them, come and go as the system likes.
+before = kilobytes("RssAnon:")
 with Checkpoint(folder) as checkpoint:
     weights = load_weights(checkpoint, config, half)
-print(1024 * (kilobytes("VmHWM:") - before), 1024 * (kilobytes("VmRSS:") - before))
+peak = kilobytes("VmHWM:") - kilobytes("RssFile:")
+ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by the allocator
+print(1024 * (peak - before), 1024 * (kilobytes("RssAnon:") - before))
 """
 
 
