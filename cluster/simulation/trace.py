@@ -131,8 +131,8 @@ def _sessions(lines: Lines, window: int) -> Iterator[Conversation]:
     for place, fields in lines:
         granularity = _whole(place, fields, "block_size", 1)
         calls = _list(place, fields, "requests")
-        nested = [call for call in calls if call.get("type") == "subagent"]
-        own = [call for call in calls if call.get("type") != "subagent"]
+        nested = [call for call in calls if "requests" in call]
+        own = [call for call in calls if "requests" not in call]
         lists = [_session_calls(place, own, 0.0, granularity)]
         for agent in nested:
             inner = _list(place, agent, "requests")

@@ -37,7 +37,7 @@ def read(path: Path) -> list[Conversation]:
 
 
 def test_a_session_keeps_its_differences_and_its_sub_agents_apart(tmp_path: Path) -> None:
-    agent = {"type": "subagent", "t": 5.0, "requests": [call(0.5, 70, 0, [[90, 1]])]}
+    agent = {"t": 5.0, "requests": [call(0.5, 70, 0, [[90, 1]])]}
     asking = call(0.0, 200, 0, [[1, 3]], stop="tool_use", api_time=2.5)
     line = session(asking, agent, call(9.0, 300, 2, [[7, 1], [20, 2]], stop="end_turn"))
     (conversation,) = read(write(tmp_path / "t.jsonl.gz", line))
