@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +31,7 @@ from ripresa.cluster.directory.index import DirectorySettings
 from ripresa.cluster.directory.link import DirectoryLink
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.deployment import AdminStart, Gateway, GatewayStart
+from ripresa.cluster.gateway.grpc_server import free_port
 from ripresa.cluster.gateway.proxy_headers import PROXY_CALLBACK
 from ripresa.cluster.gateway.served_model import ServedModel
 from ripresa.cluster.gateway.validation import ConversationBounds
@@ -254,10 +254,7 @@ def _with_http_port(config: ClusterConfig) -> ClusterConfig:
     gateway = config.gateway
     if gateway.http_port:
         return config
-    family = socket.AF_INET6 if ":" in gateway.http_host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((gateway.http_host, 0))
-        port = probe.getsockname()[1]
+    port = free_port(gateway.http_host, 0, "gateway.http_port")
     return replace(config, gateway=replace(gateway, http_port=port))
 
 

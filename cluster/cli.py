@@ -223,16 +223,13 @@ def _load(config: Path | None, assignments: Sequence[str]) -> ClusterConfig:
 
 def _require_free_ports(settings: ClusterConfig) -> None:
     """Refuse a taken port before a cluster is started; a joined cluster's ports are elsewhere."""
-    from ripresa.cluster.gateway.grpc_server import require_free_port
+    from ripresa.cluster.gateway.grpc_server import free_port
 
     gateway = settings.gateway
     if settings.ray.address is None:
-        if gateway.grpc_port != 0:
-            require_free_port(gateway.grpc_host, gateway.grpc_port, "gateway.grpc_port")
-        if gateway.http_port != 0:
-            require_free_port(gateway.http_host, gateway.http_port, "gateway.http_port")
-        if settings.admin.port != 0:
-            require_free_port(settings.admin.host, settings.admin.port, "admin.port")
+        free_port(gateway.grpc_host, gateway.grpc_port, "gateway.grpc_port")
+        free_port(gateway.http_host, gateway.http_port, "gateway.http_port")
+        free_port(settings.admin.host, settings.admin.port, "admin.port")
 
 
 def main() -> None:

@@ -150,8 +150,8 @@ class GrpcServer:
             await self._health.refresh()
 
 
-def require_free_port(host: str, port: int, field: str) -> None:
-    """Refuse a port that something listens on, before anything was started.
+def free_port(host: str, port: int, field: str) -> int:
+    """The port if nothing listens on it, or a free one for 0; before anything is started.
 
     Raises:
         ConfigError: the address cannot be bound; `field` is the setting to change.
@@ -163,6 +163,8 @@ def require_free_port(host: str, port: int, field: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise bind_error(host, port, field, error.strerror) from error
+        number: int = probe.getsockname()[1]
+        return number
 
 
 class _Health(health.aio.HealthServicer):

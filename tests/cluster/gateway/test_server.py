@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ripresa.cluster.gateway.grpc_server import GrpcServer, require_free_port
+from ripresa.cluster.gateway.grpc_server import GrpcServer, free_port
 from ripresa.cluster.gateway.validation import tenant_salt
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.protos import ripresa_pb2_grpc
@@ -154,7 +154,7 @@ async def test_a_taken_port_names_the_setting(server: GrpcServer, service: Any) 
     assert caught.value.field == "gateway.grpc_port"
     await second.stop(0)
     with pytest.raises(ConfigError, match="Address already in use"):
-        require_free_port("127.0.0.1", server.port, "gateway.grpc_port")
+        free_port("127.0.0.1", server.port, "gateway.grpc_port")
 
 
 async def test_two_servers_share_a_port_when_told(service: Any) -> None:
@@ -171,4 +171,5 @@ def test_a_free_port_passes() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    require_free_port("127.0.0.1", port, "gateway.http_port")
+    assert free_port("127.0.0.1", port, "gateway.http_port") == port
+    assert free_port("127.0.0.1", 0, "gateway.http_port") > 0
