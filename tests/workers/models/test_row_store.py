@@ -218,4 +218,5 @@ def test_descriptors_are_given_back(path: Path, table: np.ndarray) -> None:
     for placement in EngramPlacement:
         for _ in range(5):
             open_table(path, placement).take(np.array([0]))
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Fewer when what earlier tests left to the garbage collector went in between.
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from transfer_sides import threads_and_descriptors
+from transfer_sides import leaked_since, leftovers
 
 from ripresa.workers.errors import ConfigError, Unavailable
 from ripresa.workers.transfer.base import LaneConfig, LaneEndpoint
@@ -36,14 +35,6 @@ CONFIG = LaneConfig(chunk_timeout_s=0.5, open_timeout_s=0.5)
 
 def endpoint(transport: ProcessGroupTransport, generation: int) -> LaneEndpoint:
     return LaneEndpoint("encoder-0", "a", generation, "gloo", 1000, transport.address())
-
-
-def come_back_to(before: tuple[int, int]) -> bool:
-    """The kernel lists a thread for a moment after it was joined."""
-    until = time.monotonic() + 10
-    while threads_and_descriptors() != before and time.monotonic() < until:
-        time.sleep(0.01)
-    return threads_and_descriptors() == before
 
 
 def listeners(port: int) -> list[str]:
@@ -76,7 +67,7 @@ async def test_payloads_of_every_size_cross_with_their_checksum(num_bytes: int) 
 async def test_end_without_another_end_gives_up_and_leaves_nothing() -> None:
     transport = ProcessGroupTransport("gloo", "127.0.0.1", CONFIG)
     transport.address()
-    before = threads_and_descriptors()
+    before = await leftovers()
     for generation in range(3):
         lane = transport.sending_end(endpoint(transport, generation))
         with pytest.raises(Unavailable, match="did not come"):
@@ -84,7 +75,7 @@ async def test_end_without_another_end_gives_up_and_leaves_nothing() -> None:
         with pytest.raises(Unavailable):
             await lane.send(torch.zeros(1, dtype=torch.uint8))
         await lane.wait_closed()
-    assert come_back_to(before)
+    assert await leaked_since(before, leftovers) == (0, 0)
 
 
 async def test_lane_to_a_store_that_is_gone_is_unavailable() -> None:

@@ -11,15 +11,17 @@ import torch
 from transfer_sides import (
     DECODER,
     ChildProcess,
+    Leftovers,
     ProcessSides,
     RecordingSink,
     StreamServer,
     blocks,
+    leaked_since,
+    leftovers,
     manifest,
     payload,
     receiver_calls,
     state,
-    threads_and_descriptors,
 )
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
@@ -195,7 +197,7 @@ async def test_lanes_of_processes_leak_neither_threads_nor_descriptors(
     child = receivers()
     sides = await ProcessSides.connect(int(child.first_line), CONFIG)
 
-    async def round_trip(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    async def round_trip(name: str) -> None:
         """A lane opens, works, is lost by a cancel in mid-section, and is replaced."""
         await send_two_blocks(sides.backend, "decoder-0", f"{name} first")
         transfer = await sides.backend.offer(DECODER, manifest(f"{name} cancelled"))
@@ -210,10 +212,14 @@ async def test_lanes_of_processes_leak_neither_threads_nor_descriptors(
         await sides.receiver("peer_lost", "encoder-0")
         await sides.backend.drain()
         await sides.receiver("settle")
-        return threads_and_descriptors(), await sides.receiver("leftovers")
 
-    baseline = await round_trip("warm up")
-    rounds = [await round_trip(f"round {number}") for number in range(5)]
-    # A thread that was joined may be listed for a moment longer; a leak never goes down again.
-    assert baseline in rounds, rounds
+    async def leftovers_there() -> Leftovers:
+        return await sides.receiver("leftovers")
+
+    await round_trip("warm up")
+    here, there = await leftovers(), await leftovers_there()
+    for number in range(5):
+        await round_trip(f"round {number}")
+    assert await leaked_since(here, leftovers) == (0, 0)
+    assert await leaked_since(there, leftovers_there) == (0, 0)
     await sides.close()

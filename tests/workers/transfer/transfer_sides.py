@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,16 +301,31 @@ def receiver_calls(
     async def peer_lost(sender: str) -> None:
         inbound.peer_lost(sender)
 
-    async def leftovers() -> tuple[int, int]:
-        return threads_and_descriptors()
-
     calls = (opened, written, ends, settle, peer_lost, leftovers, sink.end_of, inbound.deliver)
     return {call.__name__: call for call in calls}
 
 
-def threads_and_descriptors() -> tuple[int, int]:
-    """How many of each this process has now."""
+Leftovers = tuple[int, int]
+
+
+async def leftovers() -> Leftovers:
+    """How many threads and how many descriptors this process has now."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+async def leaked_since(before: Leftovers, count: Callable[[], Awaitable[Leftovers]]) -> Leftovers:
+    """How many more threads and descriptors a process has than before, which may take a while.
+
+    The kernel lists a thread for a moment after it was joined. Fewer than before are no leak
+    either: what earlier tests left to the garbage collector goes at any time.
+    """
+    until = time.monotonic() + 10
+    while True:
+        threads, descriptors = await count()
+        more = max(0, threads - before[0]), max(0, descriptors - before[1])
+        if more == (0, 0) or time.monotonic() > until:
+            return more
+        await asyncio.sleep(0.01)
 
 
 class _FaultySides:
