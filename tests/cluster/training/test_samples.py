@@ -124,8 +124,11 @@ def test_the_table_counts_every_task_and_distance() -> None:
     ]
 
 
-RECORDED = {10: 6.7190, 20: 3.2758, 30: 2.2700, 40: 2.3069, 50: 1.5759}
-"""The training's mean losses of ten steps each, by the last one's number, in nats."""
+RECORDED = {10: 6.719, 20: 3.274, 30: 2.357, 40: 2.297, 50: 1.714}
+"""The training's mean losses of ten steps each, by the last one's number, in nats.
+
+Rounding grows with the steps: parameters changed by a millionth end with 1.694 to 1.733.
+"""
 
 
 @pytest.mark.slow
@@ -148,4 +151,4 @@ def test_fifty_steps_of_the_twin_learn_what_they_did_before() -> None:
     )
     losses = [trainer.step().loss for _ in range(50)]
     means = {stop: sum(losses[stop - 10 : stop]) / 10 for stop in range(10, 51, 10)}
-    assert means == pytest.approx(RECORDED, rel=0.05)
+    assert means == pytest.approx(RECORDED, rel=0.04)

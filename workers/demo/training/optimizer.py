@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ripresa.workers.demo.training.muon import Muon
+
 Tensors = Mapping[str, torch.Tensor]
 
 MUON_RATE = 0.02
@@ -34,14 +36,19 @@ def uses_muon(name: str, tensor: torch.Tensor) -> bool:
 
 
 class Optimizer:
-    """Both optimizers as one, with a common rate."""
+    """Both optimizers as one, with a common rate.
 
-    def __init__(self, parameters: Tensors) -> None:
+    Args:
+        dtype: of the products of Muon.
+    """
+
+    def __init__(self, parameters: Tensors, dtype: torch.dtype = torch.float32) -> None:
         trained = {name: p for name, p in parameters.items() if is_trained(name)}
-        self._muon = torch.optim.Muon(
+        self._muon = Muon(
             [p for name, p in trained.items() if uses_muon(name, p)],
             lr=MUON_RATE,
             weight_decay=MUON_DECAY,
+            dtype=dtype,
         )
         self._adam = torch.optim.AdamW(
             [p for name, p in trained.items() if not uses_muon(name, p)],
@@ -55,7 +62,7 @@ class Optimizer:
         for optimizer, highest in ((self._muon, MUON_RATE), (self._adam, ADAM_RATE)):
             for group in optimizer.param_groups:
                 group["lr"] = highest * rate
-            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Trainer:
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(is_trained(name))
         self.model = TrainableModel(config, self.parameters, compressed_ids, dtype=dtype)
-        self._optimizer = Optimizer(self.parameters)
+        self._optimizer = Optimizer(self.parameters, dtype)
 
     @property
     def is_finished(self) -> bool:

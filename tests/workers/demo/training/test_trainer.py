@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tiny_model import tiny_config
 
+from ripresa.workers.demo.training.muon import Muon, orthogonalized
 from ripresa.workers.demo.training.optimizer import Optimizer, balance, is_trained, uses_muon
 from ripresa.workers.demo.training.plan import TOKENS_PER_STEP, Phase, Plan, Step, continuation
 from ripresa.workers.demo.training.trainer import Batch, Trainer, train
@@ -164,6 +166,30 @@ def test_what_each_optimizer_moves() -> None:
     assert sum(len(part["param_groups"][0]["params"]) for part in optimizer.state().values()) == (
         sum(is_trained(name) for name in parameters)
     )
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (32, 32)])
+def test_muon_moves_as_pytorchs_does_and_by_orthogonal_steps(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=generator) for _ in range(2)]
+    rates = {"lr": 0.02, "weight_decay": 0.02}
+
+    def moved(make: Callable[..., torch.optim.Optimizer], **options: object) -> list[torch.Tensor]:
+        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+        optimizer = make(matrices, **rates, **options)
+        draws = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            for matrix in matrices:
+                matrix.grad = torch.randn(shape, generator=draws)
+            optimizer.step()
+        return [matrix.detach() for matrix in matrices]
+
+    theirs = moved(torch.optim.Muon)
+    for ours in (moved(Muon), moved(Muon, dtype=torch.bfloat16)):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+    values = torch.linalg.svdvals(orthogonalized(torch.stack(start)))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
 
 
 def test_balance_moves_picks_to_the_experts_with_fewer_rows() -> None:
