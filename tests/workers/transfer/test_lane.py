@@ -12,7 +12,7 @@ import torch
 from transfer_sides import leaked_since, leftovers
 
 from ripresa.workers.errors import ConfigError, Unavailable
-from ripresa.workers.transfer.base import LaneConfig, LaneEndpoint
+from ripresa.workers.transfer.base import Lane, LaneConfig, LaneEndpoint
 from ripresa.workers.transfer.checksum import (
     RunningChecksum,
     payload_checksum,
@@ -31,6 +31,7 @@ from ripresa.workers.transfer.registry import choose_transport, create_transport
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = LaneConfig(chunk_timeout_s=0.5, open_timeout_s=0.5)
+"""For ends that nobody meets; see `LaneConfig` for how long it can take to meet."""
 
 
 def endpoint(transport: ProcessGroupTransport, generation: int) -> LaneEndpoint:
@@ -88,23 +89,34 @@ async def test_lane_to_a_store_that_is_gone_is_unavailable() -> None:
     await lane.wait_closed()
 
 
-async def test_cancelled_and_discarded_calls_return_before_the_thread_does() -> None:
-    transport = ProcessGroupTransport("gloo", "127.0.0.1", CONFIG)
-    where = endpoint(transport, 0)
+async def opened(transport: ProcessGroupTransport, generation: int) -> tuple[Lane, Lane]:
+    """Both ends of a lane, sender first."""
+    where = endpoint(transport, generation)
     sender, receiver = transport.sending_end(where), transport.receiving_end(where)
     await asyncio.gather(sender.open(), receiver.open())
-    sending = asyncio.create_task(sender.send(torch.zeros(5_000, dtype=torch.uint8)))
-    await asyncio.sleep(0)
-    sending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
+    return sender, receiver
+
+
+async def test_a_cancelled_and_a_discarded_call_return_before_the_thread_does() -> None:
+    transport = ProcessGroupTransport("gloo", "127.0.0.1", LaneConfig())
+    sender, receiver = await opened(transport, 0)
+    # Nobody sends, so that it cannot be through by then.
     receiving = asyncio.create_task(receiver.receive(5_000))
     await asyncio.sleep(0)
     receiver.discard("the test says so")
     with pytest.raises(Unavailable, match="the test says so"):
         await receiving
-    await sender.wait_closed()
-    await receiver.wait_closed()
+    sender.discard("done")
+    await asyncio.gather(sender.wait_closed(), receiver.wait_closed())
+
+    sender, receiver = await opened(transport, 1)
+    sending = asyncio.create_task(sender.send(torch.zeros(5_000, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    receiver.discard("done")
+    await asyncio.gather(sender.wait_closed(), receiver.wait_closed())
 
 
 async def test_discarded_lane_stops_at_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
