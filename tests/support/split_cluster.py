@@ -41,9 +41,9 @@ CONFIG = EngineConfig(
     windows=WindowConfig(WindowPolicy.ZERO),
 )
 IMPATIENT = LaneConfig(
-    chunk_timeout_s=0.3, open_timeout_s=0.3, control_timeout_s=0.3, idle_timeout_s=0.9
+    chunk_timeout_s=0.5, open_timeout_s=0.5, control_timeout_s=0.5, idle_timeout_s=1.5
 )
-"""For tests in which a message is lost."""
+"""For tests in which a message is lost, which nothing but a timeout can tell."""
 PATIENT = LaneConfig(
     chunk_timeout_s=60.0, open_timeout_s=60.0, control_timeout_s=60.0, idle_timeout_s=60.0
 )

@@ -14,6 +14,7 @@ from hash_requests import make_request
 from split_cluster import (
     CONFIG,
     IMPATIENT,
+    PATIENT,
     SplitCluster,
     StepGate,
     Stream,
@@ -209,7 +210,8 @@ async def test_a_transfer_fails_at_every_message_and_the_next_one_succeeds(
     fault: Fault, message: int
 ) -> None:
     request = make_request(PROMPT)
-    async with split_cluster({message: fault}, lanes=IMPATIENT) as cluster:
+    lanes = IMPATIENT if fault in (drop, drop_answer) else PATIENT
+    async with split_cluster({message: fault}, lanes=lanes) as cluster:
         reserved, reading = await reserve(cluster, request)
         await reserved.wait()
         results = await asyncio.gather(

@@ -19,7 +19,7 @@ from hash_requests import ask, prompt, recipe_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_cluster import PeerCluster, outcome_of, peer_cluster, turns_until
-from split_cluster import CONFIG, IMPATIENT, StepGate, Stream
+from split_cluster import CONFIG, IMPATIENT, PATIENT, StepGate, Stream
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.config import TransferConfig, WindowConfig, WindowPolicy
@@ -185,7 +185,7 @@ async def test_ranges_of_several_holders_are_pulled_at_once_and_published_in_ord
 
 
 async def test_a_range_that_fails_ends_the_prefix_there() -> None:
-    async with peer_cluster(0, 3, config=HASTY, lanes=IMPATIENT) as cluster:
+    async with peer_cluster(0, 3) as cluster:
         sources = await two_holders(cluster)
         gate = Gate(cluster, "d0")
         task = asyncio.create_task(cluster.run("d2", replace(ask(LONG), sources=sources)))
@@ -354,7 +354,7 @@ LIES: dict[str, tuple[Lie, dict[str, int]]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_lie_costs_speed_only(lie: str) -> None:
     sources, ends = LIES[lie]
-    async with peer_cluster(0, 4, config=HASTY, layouts={"d3": b"another"}) as cluster:
+    async with peer_cluster(0, 4, layouts={"d3": b"another"}) as cluster:
         for name in ("d0", "d3"):
             await cluster.run(name, ask(PROMPT, "first"))
         request = replace(ask(PROMPT), sources=sources(cluster))
@@ -400,7 +400,8 @@ async def test_a_flipped_bit_is_a_counted_miss() -> None:
 async def test_a_fault_at_any_message(fault: object, number: int, end: str) -> None:
     """What came before the fault is kept, the rest is computed."""
     victim = {"holder": "d0", "puller": "d1"}[end]
-    async with peer_cluster(config=HASTY, lanes=IMPATIENT) as cluster:
+    config, lanes = (CONFIG, PATIENT) if fault is repeat else (HASTY, IMPATIENT)
+    async with peer_cluster(config=config, lanes=lanes) as cluster:
         await cluster.run("d0", ask(PROMPT, "first"))
         cluster.fault(victim, {number: fault})  # type: ignore[dict-item]
         sources = blocks_of(cluster.address("d0"), 0, NUM_REUSED)
@@ -408,14 +409,14 @@ async def test_a_fault_at_any_message(fault: object, number: int, end: str) -> N
         recipe = check(ask(PROMPT), stream)
         outcome = outcome_of(stream)
         assert recipe.write_floor == outcome.num_held * WINDOW
-        is_hit = len(cluster.workers[victim].way.delivered) > number
-        if fault is repeat or not is_hit:
+        # On a loaded machine a puller in a hurry may give up without any fault.
+        if fault is repeat:
             assert outcome.num_held == NUM_REUSED
         cluster.fault(victim, {})
 
 
 async def test_a_holder_that_dies_in_the_middle_leaves_what_it_sent() -> None:
-    async with peer_cluster(lanes=IMPATIENT) as cluster:
+    async with peer_cluster() as cluster:
         await cluster.run("d0", ask(PROMPT, "first"))
         worker = cluster.workers["d1"]
         land = worker.engine.exchange.supply.runner.import_blocks
@@ -433,7 +434,8 @@ async def test_a_holder_that_dies_in_the_middle_leaves_what_it_sent() -> None:
 
 
 async def test_a_silent_holder_costs_one_timeout() -> None:
-    async with peer_cluster(0, 3, config=HASTY) as cluster:
+    config = replace(CONFIG, transfer=TransferConfig(2, pull_timeout_s=1.0))
+    async with peer_cluster(0, 3, config=config) as cluster:
         for name in ("d0", "d1"):
             await cluster.run(name, ask(PROMPT, "first"))
 
@@ -532,7 +534,7 @@ async def test_two_requests_bring_a_block_once() -> None:
 
 
 async def test_who_waits_for_another_s_pull_goes_on_when_that_is_cancelled() -> None:
-    async with peer_cluster(0, 3, config=HASTY) as cluster:
+    async with peer_cluster(0, 3) as cluster:
         await cluster.run("d0", ask(PROMPT, "first"))
         reached = asyncio.Event()
 
@@ -592,7 +594,7 @@ async def test_a_follower_gets_blocks_as_they_are_computed(
     ("how", "num_blocks"), [("abort", 3), ("cancel", 3), ("fail", 3), ("die", 0)]
 )
 async def test_a_leader_that_ends_is_gone_at_its_last_block(how: str, num_blocks: int) -> None:
-    async with peer_cluster(lanes=IMPATIENT) as cluster:
+    async with peer_cluster() as cluster:
         gate = StepGate(cluster.workers["d0"].machine, 2)
         leading = asyncio.create_task(cluster.run("d0", ask(PROMPT, "leader")))
         await gate.reached.wait()
@@ -710,7 +712,7 @@ async def test_a_holder_that_stops_at_every_await_point() -> None:
 
 
 async def test_an_abort_and_a_newer_generation_end_the_bringing() -> None:
-    async with peer_cluster(config=replace(HASTY, transfer=TransferConfig(2))) as cluster:
+    async with peer_cluster() as cluster:
         await cluster.run("d0", ask(PROMPT, "first"))
         reached = asyncio.Event()
 
@@ -769,7 +771,7 @@ async def test_an_encoder_takes_over_from_what_the_decode_worker_received(
     num_sections: int,
 ) -> None:
     """The first encoder dies between two sections; the next one pulls what was handed over."""
-    async with peer_cluster(2, 1, lanes=IMPATIENT) as cluster:
+    async with peer_cluster(2, 1) as cluster:
         request = ask(PROMPT)
         stream = cluster.decoder("d0").generate(request, local=False)
         events = [await anext(stream)]

@@ -17,7 +17,7 @@ from await_points import numbers_of_turns
 from hash_machine import WINDOW, reference_stream
 from hash_requests import ask, prompt, recipe_of
 from peer_cluster import PeerCluster, outcome_of, peer_cluster
-from split_cluster import CONFIG, IMPATIENT, Stream
+from split_cluster import CONFIG, IMPATIENT, PATIENT, Stream
 
 from ripresa.workers.cache.parked_states import ParkedStates
 from ripresa.workers.config import ParkConfig, TransferConfig, WindowConfig, WindowPolicy
@@ -247,15 +247,16 @@ def spoil(cluster: PeerCluster, what: str) -> None:
 @pytest.mark.parametrize("end", ["d0", "d1"])
 async def test_a_fault_at_any_message(fault: object, number: int, end: str) -> None:
     """The turn goes on from the state, or is an ordinary one."""
-    async with peer_cluster(config=HASTY, lanes=IMPATIENT) as cluster:
+    config, lanes = (ZERO, PATIENT) if fault is repeat else (HASTY, IMPATIENT)
+    async with peer_cluster(config=config, lanes=lanes) as cluster:
         turns = await first_turn(cluster, 43, 5)
         cluster.fault(end, {number: fault})  # type: ignore[dict-item]
         stream = await cluster.run("d1", turns.second)
         recipe = check(turns.second, stream)
         is_whole = outcome_of(stream).num_held == turns.num_parked // WINDOW
         assert (recipe.kind is PlanKind.RESUME) is (outcome_of(stream).has_image and is_whole)
-        is_hit = len(cluster.workers[end].way.delivered) > number
-        if fault is repeat or not is_hit:
+        # On a loaded machine a mover in a hurry may give up without any fault.
+        if fault is repeat:
             assert recipe.kind is PlanKind.RESUME
         cluster.fault(end, {})
 
