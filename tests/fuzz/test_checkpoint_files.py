@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +36,14 @@ from ripresa.workers.models.shard import TensorEntry
 Bytes = dict[str, bytes]
 
 _opened: list[str] | None = None
+_strangers: frozenset[int] = frozenset()
+"""Threads that open files of their own: those of other tests."""
 
 
 def _note_open(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | Path):
+    if event != "open" or _opened is None or threading.get_ident() in _strangers:
+        return
+    if isinstance(arguments[0], str | bytes | Path):
         _opened.append(os.fsdecode(arguments[0]))
 
 
@@ -48,7 +53,9 @@ sys.addaudithook(_note_open)
 @contextmanager
 def only_within(folder: Path) -> Iterator[None]:
     """Fail if the body opens a file outside `folder`."""
-    global _opened
+    global _opened, _strangers
+    running = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+    _strangers = frozenset(running - {threading.get_ident()})
     _opened = []
     try:
         yield

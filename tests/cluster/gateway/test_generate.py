@@ -186,9 +186,13 @@ async def test_a_deadline_reaches_the_router_and_ends_the_stream(
     stub: Any, router: Any, service: Any
 ) -> None:
     router.hold.clear()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(stub.Generate(ask(max_tokens=9), timeout=1.0))
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    num_calls = 0
+    # A loaded machine may take longer than that to reach the router.
+    while not router.seen and num_calls < 5:
+        num_calls += 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub.Generate(ask(max_tokens=9), timeout=2**num_calls / 2))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(router.all_closed.wait(), 10)
     assert router.seen[0].deadline is not None
     assert service.num_running == 0
@@ -196,7 +200,7 @@ async def test_a_deadline_reaches_the_router_and_ends_the_stream(
     # the service allows for; which cancel is late is tested with a clock below.
     codes = ("DEADLINE_EXCEEDED", "CANCELLED")
     counts = [value(service, "ripresa_request_failure_total", code=code) for code in codes]
-    assert sum(counts) == 1
+    assert 1 <= sum(counts) <= num_calls
 
 
 async def test_a_cancel_at_the_clients_deadline_counts_as_late(

@@ -294,8 +294,13 @@ async def test_ten_megabytes_that_may_come_are_served_and_forgotten(
         assert len(router.seen[0].token_ids) > 1_000_000
         router.seen.clear()
         del long
-        gc.collect()
-        held, _ = tracemalloc.get_traced_memory()
+        # What served the call ends a moment after its stream.
+        for _ in range(300):
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+            if held < len(text) // 4:
+                break
+            await asyncio.sleep(0.1)
     finally:
         tracemalloc.stop()
     assert held < len(text) // 4
@@ -312,11 +317,17 @@ async def test_a_deadline_ends_the_work_in_every_phase(
     """In the queue of texts: `test_tokenizing.py`; with real workers: `tests/e2e`."""
     (router.hold_prefill if phase == "prefill" else router.hold).clear()
     method, message = request(kind)
+    num_calls = 0
     async with grpc.aio.insecure_channel(address) as channel:
-        call = getattr(ripresa_pb2_grpc.InferenceStub(channel), method)(message, timeout=0.5)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # A loaded machine may take longer than that to reach the router.
+        while not router.seen and num_calls < 6:
+            num_calls += 1
+            call = getattr(ripresa_pb2_grpc.InferenceStub(channel), method)(
+                message, timeout=2**num_calls / 4
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await closed(router)
-    assert len(router.seen) == 1
+    assert 1 <= len(router.seen) <= num_calls

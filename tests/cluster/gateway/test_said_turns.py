@@ -268,7 +268,7 @@ async def test_re_rendered_answers_break_the_prefix(
     model = ServedModel(MODEL, 16384, demo.num_ids, EOS, "ab12")
     metrics = GatewayMetrics()
     service = InferenceService(router, model, demo, metrics, encoding=encoding, max_said_tokens=0)
-    async with http_gateway(service) as url, httpx.AsyncClient(base_url=url) as client:
+    async with http_gateway(service) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
 
         async def post(messages: list[Any], said: list[int], **fields: Any) -> Any:
             router.script, router.batch = (*said, EOS), 50

@@ -137,6 +137,7 @@ async def test_a_keeper_that_dies_costs_the_copies_alone(dies: str) -> None:
         for number, request in enumerate(asked):
             await run(cluster, "d0", request)
             if number == 2 and dies == "while":
+                await turns_until(lambda: moves(cluster, "d0").num_moved > 0)
                 await cluster.kill("d1")
         again = await run(cluster, "d0", replace(asked[-1], request_id="again"))
         assert recipe_of(again).start > 0

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def test_a_refusal_is_told_and_so_is_a_server_that_is_not_there(
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Nobody waits; how long would have been."""
     pauses: list[float] = []
-    monkeypatch.setattr("ripresa.cluster.training.live.time.sleep", pauses.append)
+    clock = SimpleNamespace(sleep=pauses.append)
+    monkeypatch.setattr("ripresa.cluster.training.live.time", clock)
     return pauses
 
 

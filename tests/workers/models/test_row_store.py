@@ -213,10 +213,18 @@ def test_a_file_cut_before_its_rows_are_placed_is_told(
         open_rows(shard, shard.entries["table"], placement, lambda num_bytes: None)
 
 
-def test_descriptors_are_given_back(path: Path, table: np.ndarray) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    write_table(path)
+
+    def num_open() -> int:
+        """Of this file alone: others' come and go with what other tests left."""
+        return sum(os.path.realpath(fd) == str(path) for fd in Path("/proc/self/fd").iterdir())
+
+    shard = Shard(path)
+    assert num_open() == 1
+    shard.close()
     for placement in EngramPlacement:
         for _ in range(5):
             open_table(path, placement).take(np.array([0]))
-    # Fewer when what earlier tests left to the garbage collector went in between.
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert num_open() == 0
