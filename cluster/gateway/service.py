@@ -63,6 +63,7 @@ from ripresa.cluster.gateway.validation import (
     tenant_salt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
+from ripresa.cluster.routing.planner import NoWorker
 from ripresa.cluster.routing.prompt import PromptRequest, Router
 from ripresa.cluster.sessions.store import SaidStore, SessionStore
 from ripresa.protos import ripresa_pb2 as pb
@@ -484,7 +485,12 @@ class InferenceService:
                     replace(prompt, stream=ticket, hold=call.hold)
                     for prompt, ticket in zip(prompts, tickets, strict=True)
                 )
-            admitted = self._admission.admit(prompts, call)
+            try:
+                admitted = self._admission.admit(prompts, call)
+            except RequestError as error:
+                if error.reason == "QUEUE_FULL" and not await self._router.ready():
+                    raise _nobody_ready() from None
+                raise
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
@@ -627,6 +633,14 @@ def expiry(now: float, deadline: float | None) -> float:
     if deadline is None:
         return math.inf
     return deadline - DEADLINE_ROUNDING * (deadline - now) - TRANSIT_S
+
+
+def _nobody_ready() -> NoWorker:
+    """The gateway is full because its requests wait for a worker: that is what is missing."""
+    return NoWorker(
+        "no decode worker is ready, and as many requests wait for one as this gateway takes "
+        "(gateway.max_running); retry, or check the cluster's status"
+    )
 
 
 def _outcome(error: BaseException, late_from: float) -> ErrorCode:

@@ -9,7 +9,7 @@ the directory's hints; the workers check what the hints say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from ripresa.cluster.directory.events import Lookup
@@ -109,6 +109,13 @@ class AllLeaving(NoWorker):
     """Every worker that could take the request takes no new ones."""
 
 
+def nobody_among(workers: Iterable[WorkerLoad]) -> NoWorker:
+    """Why none of these could take a request."""
+    if any(worker.is_leaving and not worker.is_encoder for worker in workers):
+        return AllLeaving("every decode worker is leaving; retry when others have joined")
+    return NoWorker("no decode worker is ready; retry, or check the cluster's status")
+
+
 def plan_route(
     query: RouteQuery, workers: Sequence[WorkerLoad], settings: PlannerSettings
 ) -> RoutePlan:
@@ -128,9 +135,7 @@ def plan_route(
     encoders = [worker for worker in alive if worker.is_encoder]
     if not decoders:
         _check_some_pool_fits(query, workers)
-        if any(worker.is_leaving and not worker.is_encoder for worker in workers):
-            raise AllLeaving("every decode worker is leaving; retry when others have joined")
-        raise NoWorker("no decode worker is ready; retry, or check the cluster's status")
+        raise nobody_among(workers)
     if query.decoder is not None and not encoders:
         raise NoWorker("no encoder worker is left for the prompt")
     routes = _Routes(query, decoders, encoders, settings, {w.worker_id: w for w in workers})

@@ -14,7 +14,14 @@ from typing import Protocol
 from ripresa.cluster.routing.execution import Execution
 from ripresa.cluster.routing.pending_work import PendingWork
 from ripresa.cluster.routing.plan_log import PlanLog, PlannedExecution, PlannedRequest
-from ripresa.cluster.routing.planner import Leader, RouteQuery, SessionHome, plan_route
+from ripresa.cluster.routing.planner import (
+    Leader,
+    NoWorker,
+    RouteQuery,
+    SessionHome,
+    nobody_among,
+    plan_route,
+)
 from ripresa.cluster.routing.prefix_hints import Hints, PrefixHints
 from ripresa.cluster.routing.route_plan import Candidate, RoutePlan
 from ripresa.cluster.routing.session_homes import SessionHomes
@@ -190,6 +197,10 @@ class RouteFinder:
     def decoders(self, execution: Execution) -> set[str]:
         """Decode workers that are there and could ever hold the request."""
         return set(self._decoders(execution))
+
+    def nobody(self, execution: Execution) -> NoWorker | None:
+        """Why no decode worker takes the request, however much room it has; None if one may."""
+        return None if self._decoders(execution) else nobody_among(self._loads())
 
     def take_over(self, execution: Execution, route: Placement, avoid: set[str]) -> None:
         """Let another encoder go on, from what the decode worker has received too.

@@ -248,12 +248,12 @@ class ClusterRouter:
                 nobody = error
                 if wait.refused():
                     continue
-                raise failure or error from None
+                raise self._untaken(execution, failure, nobody) from None
             except QueueTimeout:
+                nobody = nobody or self._routes.nobody(execution)
                 if nobody is None:
                     raise
-                # What the last worker said tells more than that there is no other one.
-                raise failure or nobody from None
+                raise self._untaken(execution, failure, nobody) from None
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -312,6 +312,16 @@ class ClusterRouter:
                     raise
                 self._waste(Waste.RETRIED, route)
                 logger.warning("request %s is executed again: %s", prompt.request_id, error)
+
+    def _untaken(
+        self, execution: Execution, failure: RipresaError | None, nobody: NoWorker
+    ) -> RipresaError:
+        """What is told of a request that nobody takes."""
+        is_full = failure is not None and failure.code is ErrorCode.RESOURCE_EXHAUSTED
+        if failure is None or (is_full and self._routes.nobody(execution) is not None):
+            return nobody
+        # What the last worker said tells more than that there is no other one.
+        return failure
 
     def _waste(self, reason: Waste, route: Placement) -> None:
         if self._on_waste is not None and route.num_computed:
@@ -506,17 +516,19 @@ class _Retries:
 
     def __init__(self) -> None:
         self._num_failed = 0
-        self._moved_from: tuple[str, int] | None = None
+        self._num_tokens = 0
+        self._left: set[str] = set()
 
     def take(self, error: RipresaError, worker_id: str, num_tokens: int) -> bool:
         """Whether it may be after this failure.
 
-        A move off a worker that is leaving is none, unless the last one was off the same worker
-        with as many tokens.
+        A move off a worker that is leaving is none, unless there was one off the same worker with
+        as many tokens.
         """
-        here = worker_id, num_tokens
-        if isinstance(error, WorkerLeaving) and here != self._moved_from:
-            self._moved_from = here
+        if num_tokens != self._num_tokens:
+            self._num_tokens, self._left = num_tokens, set()
+        if isinstance(error, WorkerLeaving) and worker_id not in self._left:
+            self._left.add(worker_id)
             return True
         self._num_failed += 1
         return self._num_failed < MAX_EXECUTIONS

@@ -308,6 +308,22 @@ async def test_one_too_many_is_refused_with_a_hint(stub: Any, router: Any) -> No
         assert (await collect(call))[-1].HasField("completed")
 
 
+async def test_one_too_many_hears_that_no_worker_is_ready(stub: Any, router: Any) -> None:
+    """The others wait for one, and that is what it lacks too."""
+    router.hold_prefill.clear()
+    waiting = [stub.Generate(text(pb.SamplingParams(max_tokens=2))) for _ in range(3)]
+    for call in waiting:
+        assert (await call.read()).HasField("started")
+    router.is_ready = False
+    error, found = await refusal(stub.Generate(text()))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert found["ErrorInfo"].reason == "NO_READY_WORKER"
+    assert found["RetryInfo"].retry_delay.seconds == 1
+    router.hold_prefill.set()
+    for call in waiting:
+        assert (await collect(call))[-1].HasField("completed")
+
+
 @pytest.mark.parametrize("request_id", ["r" * 9000, "a\nb", "\x7f"])
 async def test_no_call_takes_a_bad_request_id(stub: Any, request_id: str) -> None:
     options = pb.RequestOptions(request_id=request_id)

@@ -355,6 +355,45 @@ async def test_nobody_ready_is_told_after_the_wait_as_what_it_is(leaves: bool) -
     cluster.router.check_integrity()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_whoever_finds_a_line_is_told_what_it_waits_for(leaves: bool) -> None:
+    cluster = Cluster(decoders=1)
+    cluster.full = {"d0"}
+    waiting = asyncio.create_task(
+        cluster.run(replace(PROMPT, request_id="first", max_queue_s=30.0))
+    )
+    await cluster.waited_for.wait()
+    in_haste = PROMPT, replace(PROMPT, max_queue_s=0.01)
+    for prompt in in_haste:
+        with pytest.raises(QueueTimeout):
+            await cluster.run(prompt)
+    if leaves:
+        cluster.leaving = {"d0"}
+    else:
+        cluster.listed.clear()
+    for prompt in in_haste:
+        with pytest.raises(NoWorker) as caught:
+            await cluster.run(prompt)
+        assert isinstance(caught.value, AllLeaving) is leaves
+        assert caught.value.retry_after_s is not None
+    assert await cluster.router.abort("first")
+    with pytest.raises(RipresaError, match="aborted"):
+        await waiting
+    cluster.router.check_integrity()
+
+
+async def test_a_full_worker_that_left_is_not_what_is_told() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.full = {"d0"}
+    running = asyncio.create_task(cluster.run(replace(PROMPT, max_queue_s=0.2)))
+    await cluster.waited_for.wait()
+    cluster.leaving = {"d0"}
+    cluster.report("d0")
+    with pytest.raises(AllLeaving):
+        await running
+    cluster.router.check_integrity()
+
+
 async def test_the_loss_of_the_only_worker_is_told_when_nobody_comes() -> None:
     cluster = Cluster(decoders=1)
     cluster.decoding["d0"] = breaking(Unreachable("died"), after=0)
@@ -371,6 +410,18 @@ async def test_a_worker_that_is_always_leaving_is_not_asked_for_ever() -> None:
     with pytest.raises(WorkerLeaving):
         await cluster.run()
     assert len(cluster.decoded) == MAX_EXECUTIONS + 1
+    cluster.router.check_integrity()
+
+
+async def test_workers_that_are_always_leaving_send_nobody_around_for_ever() -> None:
+    """Each has refused the request when the other one reports that it is ready."""
+    cluster = Cluster(decoders=2)
+    cluster.reporting = {"d0", "d1"}
+    for name in cluster.listed:
+        cluster.decoding[name] = breaking(WorkerLeaving(f"{name} leaves"), after=0)
+    with pytest.raises(WorkerLeaving):
+        await cluster.run()
+    assert len(cluster.decoded) == MAX_EXECUTIONS + 2
     cluster.router.check_integrity()
 
 
