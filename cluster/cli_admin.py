@@ -85,7 +85,8 @@ def status(address: str, api_key: str) -> None:
     "--grace",
     "grace_s",
     type=FiniteRange(min=0),
-    help="Seconds for its streams to end there; then they go on elsewhere. Default: 30.",
+    help="Seconds, at least one, for its streams to end there; then they go on elsewhere. "
+    "Default: 30.",
 )
 @click.option(
     "--migrate/--no-migrate",

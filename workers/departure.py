@@ -36,6 +36,8 @@ PROGRESS_INTERVAL_S = 0.25
 ASK_TIMEOUT_S = 5.0
 ASK_INTERVAL_S = 1.0
 """Between two questions whether another worker is ready: longer than gateways take to see it."""
+NEWS_S = 1.0
+"""So long it may take until it is known that a worker leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class DrainOrder:
     """How a worker is to leave.
 
     Attributes:
-        grace_s: how long its streams may go on here while others could take them.
+        grace_s: how long its streams may go on here while others could take them; about
+            `NEWS_S` if it is less.
         receivers: who may take its sessions; empty to give none away.
         gives_blocks: its last copies go to workers that have room for them.
     """
@@ -242,7 +245,7 @@ class Departure:
                 await self._give_away(order.receivers)
                 await self._engine.emptied()
         except TimeoutError:
-            await self._hand_on()
+            await self._hand_on(is_known=order.grace_s >= NEWS_S)
         # Those whose turns have ended meanwhile.
         await self._give_away(order.receivers)
         if order.gives_blocks:
@@ -255,12 +258,16 @@ class Departure:
                 logger.exception("giving blocks away failed")
         self._move_to(WorkerState.DRAINED)
 
-    async def _hand_on(self) -> None:
-        """Fail what runs, so that it goes on elsewhere, as soon as somebody could take it."""
+    async def _hand_on(self, *, is_known: bool) -> None:
+        """Fail what runs, so that it goes on elsewhere, as soon as somebody could take it.
+
+        Args:
+            is_known: who began to leave at the same time would be known by now.
+        """
         has_waited = False
         while self._engine.num_requests:
             is_there = await self._is_replaceable()
-            if is_there and not has_waited:
+            if is_there and is_known and not has_waited:
                 logger.info("%d requests go on elsewhere", self._engine.num_requests)
                 self._engine.fail_all(
                     WorkerLeaving("the worker is leaving; another one can serve the request")
@@ -273,7 +280,7 @@ class Departure:
                     self._engine.num_requests,
                 )
             # One that has just come is seen once more, so that gateways know it too.
-            has_waited = not is_there
+            has_waited, is_known = not is_there, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_INTERVAL_S):
                     await self._engine.emptied()

@@ -17,10 +17,10 @@ from split_cluster import StepGate
 from suspensions import cancelled_at
 
 from ripresa.cluster.routing.execution import Execution
-from ripresa.cluster.routing.prompt import Hold
+from ripresa.cluster.routing.prompt import Hold, PromptRequest
 from ripresa.cluster.routing.router import MAX_EXECUTIONS
 from ripresa.workers.address import WorkerAddress, WorkerKind
-from ripresa.workers.departure import DrainOrder, DrainProgress
+from ripresa.workers.departure import DrainOrder, DrainProgress, HasOther
 from ripresa.workers.errors import ErrorCode, RipresaError, Unavailable, WorkerLeaving
 from ripresa.workers.replay import PlanKind
 from ripresa.workers.report import WorkerState
@@ -33,6 +33,12 @@ def receivers(cluster: RoutedCluster, leaving: str) -> tuple[WorkerAddress, ...]
         for name, worker in cluster.workers_by_id.items()
         if name != leaving and worker.address.kind is WorkerKind.DECODE
     )
+
+
+@pytest.fixture(autouse=True)
+def known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at this cluster finds newer reports."""
+    monkeypatch.setattr("ripresa.workers.departure.NEWS_S", 0.0)
 
 
 async def drain(
@@ -204,6 +210,49 @@ async def test_streams_that_nobody_could_take_end_where_they_are() -> None:
         told = await draining
         assert told[0].num_running == 1
         assert (told[-1].state, told[-1].num_running) == (WorkerState.DRAINED, 0)
+
+
+async def test_streams_of_all_workers_that_leave_at_once_end_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them asks before it is known that the other one leaves, too."""
+    monkeypatch.setattr("ripresa.workers.departure.NEWS_S", 0.01)
+    monkeypatch.setattr("ripresa.workers.departure.ASK_INTERVAL_S", 0.01)
+    async with routed_cluster(0, 2, config=WINDOWS) as cluster:
+        asked: list[PromptRequest] = []
+        running: list[asyncio.Task[Answered]] = []
+        gates = []
+        for busy, name in (("d1", "d0"), ("d0", "d1")):
+            cluster.busy = {busy: 10_000}
+            gates.append(StepGate(cluster.workers_by_id[name].machine, 4))
+            asked.append(ask(tokens_of(len(asked), 20), f"on {name}", max_tokens=30))
+            running.append(asyncio.create_task(cluster.ask(asked[-1])))
+            await gates[-1].reached.wait()
+        knows = asyncio.Event()
+        num_asked = 0
+        for worker in cluster.workers_by_id.values():
+            has_other = worker.departure._has_other
+
+            async def old_report(has_other: HasOther = has_other) -> bool:
+                nonlocal num_asked
+                num_asked += 1
+                if num_asked > 2:
+                    knows.set()
+                return num_asked <= 2 or await has_other()
+
+            worker.departure._has_other = old_report
+        draining = [asyncio.create_task(drain(cluster, name, grace_s=0.0)) for name in ("d0", "d1")]
+        async with asyncio.timeout(30):
+            await knows.wait()
+        for gate in gates:
+            gate.open()
+        for prompt, task, name in zip(asked, running, ("d0", "d1"), strict=True):
+            answered = await task
+            check_tokens(prompt, answered)
+            assert answered.placed.worker_id == name
+        for told in draining:
+            assert (await told)[-1].state is WorkerState.DRAINED
+        assert cluster.wasted == []
 
 
 async def test_streams_that_nobody_could_take_go_on_once_somebody_can() -> None:
