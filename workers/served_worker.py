@@ -11,6 +11,7 @@ from ripresa.workers.address import WorkerKind
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.departure import Departure, DrainOrder, DrainProgress
 from ripresa.workers.encoder_engine import EncoderEngine
+from ripresa.workers.errors import RipresaError
 from ripresa.workers.model_runner import TorchModelRunner
 from ripresa.workers.remote_worker import require_target
 from ripresa.workers.report import WorkerReport
@@ -39,12 +40,18 @@ class ServedWorker(Generic[E]):
         require_target(self._worker_id, worker_id)
         return await self._transfers.deliver(message)
 
-    async def drain(self, order: DrainOrder, *, worker_id: str) -> AsyncGenerator[DrainProgress]:
-        """See `Departure.drain`."""
-        require_target(self._worker_id, worker_id)
-        async with aclosing(self._departure.drain(order)) as told:
-            async for progress in told:
-                yield progress
+    async def drain(
+        self, order: DrainOrder, *, worker_id: str
+    ) -> AsyncGenerator[DrainProgress | RipresaError]:
+        """See `Departure.drain`; what that raises comes last: Serve logs what is raised with its
+        traceback, and a drain that is called off is no mistake."""
+        try:
+            require_target(self._worker_id, worker_id)
+            async with aclosing(self._departure.drain(order)) as told:
+                async for progress in told:
+                    yield progress
+        except RipresaError as error:
+            yield error
 
     async def stay(self, *, worker_id: str) -> None:
         """See `Departure.stay`."""

@@ -198,6 +198,8 @@ class RayWorkerCare:
             told: Any = stream.drain.remote(order, **{TARGET: worker.worker_id})
             try:
                 async for progress in told:
+                    if isinstance(progress, RipresaError):
+                        raise progress
                     yield progress
             finally:
                 told.cancel()
