@@ -84,7 +84,7 @@ def status(address: str, api_key: str) -> None:
 @click.option(
     "--grace",
     "grace_s",
-    type=FiniteRange(min=0),
+    type=FiniteRange(0, 24 * 3600),
     help="Seconds, at least one, for its streams to end there; then they go on elsewhere. "
     "Default: 30.",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ripresa.cluster.cli_options import FiniteRange, with_api_key
+from ripresa.cluster.cli_options import YEAR_S, FiniteRange, with_api_key
 from ripresa.cluster.progress import progress
 from ripresa.workers.errors import InvalidArgument
 from ripresa.workers.replay import ReplayMode, TailVariant
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=FiniteRange(min=0, min_open=True),
+    type=FiniteRange(0, YEAR_S, min_open=True),
     help="Seconds for the whole answer.",
 )
 @click.option(
     "--connect-timeout",
     "connect_timeout_s",
-    type=FiniteRange(min=0, min_open=True),
+    type=FiniteRange(0, YEAR_S, min_open=True),
     default=15.0,
     show_default=True,
     help="Seconds to wait for a gateway.",

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+YEAR_S = 365 * 24 * 3600
+"""What is asked to last longer is a slip of the hand, and more than timers and gRPC can count."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ripresa.cluster.cli_options import FiniteRange, with_api_key, with_overrides
+from ripresa.cluster.cli_options import YEAR_S, FiniteRange, with_api_key, with_overrides
 from ripresa.cluster.progress import MAX_PAUSE_S, progress
 
 if TYPE_CHECKING:
@@ -48,7 +48,11 @@ def _with_extent(command: F) -> F:
         click.option(
             "--size", type=click.Choice(["tiny", "demo"]), default="demo", show_default=True
         ),
-        click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="About how long."),
+        click.option(
+            "--minutes",
+            type=FiniteRange(0, YEAR_S / 60, min_open=True),
+            help="About how long.",
+        ),
         click.option(
             "--tokens", type=click.IntRange(min=1), help="How many tokens, instead of how long."
         ),

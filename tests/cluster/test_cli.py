@@ -196,6 +196,24 @@ def every_option(command: click.Command) -> Iterator[click.Parameter]:
         yield from every_option(below)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "demo", "--folder", "none", "--minutes"),
+        ("generate", "--prompt", "hi", "--timeout"),
+        ("generate", "--prompt", "hi", "--connect-timeout"),
+        ("admin", "drain", "d0", "--grace"),
+    ],
+    ids=lambda arguments: arguments[-1],
+)
+def test_no_time_is_longer_than_anybody_waits(arguments: tuple[str, ...]) -> None:
+    """More than timers and gRPC can count was a traceback, or a deadline that had passed."""
+    for number in ("1e300", "1e10"):
+        result = CliRunner().invoke(cli, (*arguments, number))
+        assert result.exit_code == MISUSED
+        assert "is not in the range" in result.stderr
+
+
 def test_no_range_lets_nan_or_inf_through() -> None:
     ranges = [each for each in every_option(cli) if isinstance(each.type, click.FloatRange)]
     assert len(ranges) >= 8
