@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ripresa.workers.cache.kv_layout import KVFormat
+from ripresa.workers.cache.kv_layout import REWIND_TOKENS, KVFormat
 from ripresa.workers.config import EngineConfig, Numerics, ParkConfig, WindowConfig, WindowPolicy
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.errors import ErrorCode, InvalidArgument, RipresaError
@@ -33,9 +33,11 @@ from ripresa.workers.models.checkpoint import ProgressLines
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.recording import Recording
-from ripresa.workers.replay import RULES_VERSION
+from ripresa.workers.replay import RULES_VERSION, ReplayMode, may_reuse
+from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import CacheUse, Failed, Finished, GenerationRequest, Tokens
 from ripresa.workers.sampler import check_params
+from ripresa.workers.scheduling.admission import check_request, check_tail
 from ripresa.workers.scheduling.step_plan import StepPlan
 from ripresa.workers.transfer.base import LaneConfig
 
@@ -124,7 +126,14 @@ def load_for(
             does not fit into memory.
     """
     config = ModelConfig.from_file(folder / "config.json")
-    _check_possible(recording, config)
+    try:
+        _check_possible(recording, config)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            error.field or "",
+            f"{error.message}; nobody was ever answered so: use the file as "
+            "`ripresa generate --record` wrote it, or record again",
+        ) from None
     length = len(recording.token_ids) + recording.sampling.max_tokens
     num_blocks = -(-length // config.sliding_window) + 1
     engine = replace(
@@ -174,6 +183,26 @@ def _check_possible(recording: Recording, config: ModelConfig) -> None:
             "sampling.max_tokens",
             f"prompt and answer have {length} tokens, and the model's context "
             f"{config.max_position_embeddings}",
+        )
+    check_tail(recording.recipe.tail, recording.mode, "recipe.tail")
+    request = _request(recording, (), recording.sampling.max_tokens)
+    split, layers = config.split, config.num_hidden_layers
+    geometry = ReplayGeometry(config.sliding_window, REWIND_TOKENS, split, layers - split)
+    check_request(request, geometry, config.max_position_embeddings)
+    _check_mode(recording)
+
+
+def _check_mode(recording: Recording) -> None:
+    """Refuse a recipe that no request of the recorded mode has followed."""
+    mode, recipe = recording.mode, recording.recipe
+    interval = recipe.anchor_interval
+    if (mode is ReplayMode.CANONICAL) is not (interval is not None):
+        raise InvalidArgument(
+            "recipe.anchor_interval", f"is {interval}; mode canonical has one, and no other mode"
+        )
+    if not may_reuse(mode, recipe.restarts, interval):
+        raise InvalidArgument(
+            "recipe.restarts", f"{recipe.restarts} are some, and mode {mode} has none"
         )
 
 
@@ -248,11 +277,9 @@ class _Watched:
         return output
 
 
-async def _run(
-    recording: Recording, runner: ModelRunner, streamed: tuple[int, ...], max_tokens: int
-) -> tuple[tuple[int, ...], Finished]:
-    """The answer behind what was `streamed`, up to `max_tokens` in all."""
-    request = GenerationRequest(
+def _request(recording: Recording, streamed: tuple[int, ...], max_tokens: int) -> GenerationRequest:
+    """The recorded one, behind what was `streamed`."""
+    return GenerationRequest(
         request_id=uuid.uuid4().hex,
         generation=0,
         token_ids=(*recording.token_ids, *streamed),
@@ -262,6 +289,13 @@ async def _run(
         tail=recording.recipe.tail,
         cache=CacheUse(recording.mode, reads=False, writes=False, resumes=False),
     )
+
+
+async def _run(
+    recording: Recording, runner: ModelRunner, streamed: tuple[int, ...], max_tokens: int
+) -> tuple[tuple[int, ...], Finished]:
+    """The answer behind what was `streamed`, up to `max_tokens` in all."""
+    request = _request(recording, streamed, max_tokens)
     tokens: list[int] = []
     async with _engine(runner) as engine, aclosing(engine.generate(request, local=True)) as events:
         async for event in events:

@@ -77,6 +77,11 @@ def test_another_answer(recording: Recording, tmp_path: Path) -> None:
     [
         ({"weights_digest": "0"}, FAILED, "name the checkpoint that was served"),
         ({"token_ids": ()}, MISUSED, "the prompt is empty"),
+        (
+            {"recipe": replace(cold_recipe(40, 8, TailVariant.FLOORED, 0), restarts=(8,))},
+            MISUSED,
+            "use the file as `ripresa generate --record` wrote it, or record again",
+        ),
     ],
 )
 def test_refusals(

@@ -302,6 +302,58 @@ async def test_what_no_model_has_said_is_refused(changes: dict[str, Any], field:
     assert refused.value.field == field
 
 
+CONTRADICTORY: dict[str, tuple[dict[str, Any], str]] = {
+    "rows above the write floor": ({"start": 24}, "recipe.start"),
+    "write floor behind the prompt": ({"write_floor": 48}, "recipe.write_floor"),
+    "restart behind the prompt": ({"restarts": (48,)}, "recipe.restarts"),
+    "replay without its restart": ({"restarts": ()}, "recipe.restarts"),
+    "rows of two kinds": ({"kind": PlanKind.WINDOW, "restarts": ()}, "recipe.swa_floor"),
+    "decoder rows behind the prompt": ({"decoder_start": 40}, "recipe.decoder_start"),
+    "rows that no tail reads": ({"source_floor": 32}, "recipe.source_floor"),
+    "a tail of another mode": ({"tail": TailVariant.EXACT, "decoder_start": 0}, "recipe.tail"),
+    "anchors of another mode": (
+        {
+            "kind": PlanKind.WINDOW,
+            "start": 16,
+            "swa_floor": 9,
+            "anchor_interval": 24,
+            "restarts": (24,),
+        },
+        "recipe.anchor_interval",
+    ),
+}
+
+
+FOLLOWED = Recording(
+    weights_digest=DIGEST,
+    token_ids=prompt(1, 40),
+    sampling=SAMPLING,
+    mode=ReplayMode.BOUNDED,
+    recipe=Recipe(PlanKind.BOUNDED, 8, 8, 16, (16,), 32, TailVariant.FLOORED, 3),
+    output_ids=(3,),
+    reason=FinishReason.LENGTH,
+)
+
+
+def loaded(recording: Recording, told: list[str]) -> ModelRunner:
+    return load_for(recording, FOLDER, Numerics.DETERMINISTIC, KVFormat.PACKED, False, told.append)
+
+
+@pytest.mark.parametrize(("changes", "field"), CONTRADICTORY.values(), ids=CONTRADICTORY)
+def test_a_recipe_that_contradicts_itself_is_refused_before_the_model_is_read(
+    changes: dict[str, Any], field: str
+) -> None:
+    told: list[str] = []
+    with pytest.raises(InvalidArgument, match="--record") as refused:
+        loaded(replace(FOLLOWED, recipe=replace(FOLLOWED.recipe, **changes)), told)
+    assert refused.value.field == field
+    assert told == []
+
+
+async def test_the_recipe_without_the_contradiction_is_followed() -> None:
+    assert len((await reproduce(FOLLOWED, loaded(FOLLOWED, []))).output_ids) == 12
+
+
 # -- the file -----------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ def check_recipe(recipe: Recipe, num_prompt_tokens: int, geometry: ReplayGeometr
         )
     _check_floors(recipe, num_prompt_tokens, window)
     _check_lineage(recipe, num_prompt_tokens, window)
+    _check_source_floor(recipe)
     if recipe.kind is PlanKind.RESUME:
         # An image's own floor, or that of a fresh tail.
         if not 0 <= recipe.decoder_start < num_prompt_tokens:
@@ -74,7 +75,7 @@ def check_recipe(recipe: Recipe, num_prompt_tokens: int, geometry: ReplayGeometr
 
 
 def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
-    """Ranges only: which of them fit together is the planner's affair."""
+    """How long a replay is, is the planner's affair, or an evaluation's."""
     floor = recipe.write_floor
     if (recipe.kind is PlanKind.COLD) is not (floor == 0):
         raise InvalidArgument(
@@ -92,6 +93,23 @@ def _check_floors(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
             f"{recipe.start} does not lie between the read floor {recipe.swa_floor} and the write "
             f"floor {floor}",
         )
+    if recipe.kind is PlanKind.RESUME:
+        if recipe.start != floor:
+            raise InvalidArgument(
+                "recipe.start", f"{recipe.start} is not the write floor {floor}, as of kind resume"
+            )
+        return
+    if recipe.kind in _FROM_WINDOWS and (recipe.start == 0 or recipe.start % window):
+        raise InvalidArgument(
+            "recipe.start", f"{recipe.start} is no block boundary, where windows end"
+        )
+    expected = recipe.start - window + 1 if recipe.kind in _FROM_WINDOWS else recipe.start
+    if recipe.swa_floor != expected:
+        raise InvalidArgument(
+            "recipe.swa_floor",
+            f"{recipe.swa_floor} does not go with kind {recipe.kind} from {recipe.start}, whose "
+            f"rows read from {expected} on",
+        )
 
 
 def _check_lineage(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
@@ -107,6 +125,35 @@ def _check_lineage(recipe: Recipe, num_prompt_tokens: int, window: int) -> None:
             "recipe.restarts",
             f"{restarts} are not ascending block boundaries up to the write floor {floor}",
         )
+    if (recipe.kind is PlanKind.BOUNDED) is not (floor in restarts):
+        raise InvalidArgument(
+            "recipe.restarts",
+            f"kind bounded restarts at its write floor, {floor}, and no other kind does; these are "
+            f"{restarts}",
+        )
+    first = {PlanKind.REBUILD: 0, **dict.fromkeys(_FROM_WINDOWS, recipe.start)}.get(recipe.kind)
+    if first is not None and any(r >= first for r in restarts):
+        raise InvalidArgument(
+            "recipe.restarts",
+            f"{restarts} do not go with kind {recipe.kind}, whose rows from {first} on do not "
+            "restart",
+        )
+
+
+def _check_source_floor(recipe: Recipe) -> None:
+    floor = recipe.source_floor
+    if floor is None:
+        return
+    lowest = 0 if recipe.kind is PlanKind.RESUME else recipe.start
+    if recipe.tail is not TailVariant.LAYER_EXACT or not lowest <= floor <= recipe.decoder_start:
+        raise InvalidArgument(
+            "recipe.source_floor",
+            f"{floor} is no row of layer E's own window that tail {recipe.tail} reads; only "
+            f"layer_exact reads any, from {lowest} to its decoder_start, {recipe.decoder_start}",
+        )
+
+
+_FROM_WINDOWS = (PlanKind.WINDOW, PlanKind.PREVIOUS_WINDOW)
 
 
 def _check_anchors(recipe: Recipe, interval: int, num_prompt_tokens: int, window: int) -> None:
@@ -120,6 +167,14 @@ def _check_anchors(recipe: Recipe, interval: int, num_prompt_tokens: int, window
         raise InvalidArgument(
             "recipe.restarts",
             f"{recipe.restarts} are not the multiples of {interval} in the prompt",
+        )
+    is_anchor = recipe.start == 0 or (recipe.start + window) % interval == 0
+    is_wrong = not is_anchor if recipe.kind is PlanKind.ANCHOR else recipe.start in recipe.restarts
+    if is_wrong:
+        raise InvalidArgument(
+            "recipe.start",
+            f"kind {recipe.kind} does not begin at {recipe.start}: mode canonical restarts one "
+            f"window before every multiple of {interval}",
         )
 
 

@@ -17,6 +17,20 @@ GOOD = make_request(20, max_tokens=4)
 assert GOOD.recipe is not None
 RECIPE = GOOD.recipe
 BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
+WINDOW = replace(RECIPE, kind=PlanKind.WINDOW, start=8, swa_floor=1, write_floor=8)
+PREVIOUS = replace(WINDOW, kind=PlanKind.PREVIOUS_WINDOW, write_floor=16, decoder_start=12)
+REBUILD = replace(RECIPE, kind=PlanKind.REBUILD, write_floor=8)
+RESUME = replace(RECIPE, kind=PlanKind.RESUME, start=15, swa_floor=8, write_floor=15)
+ANCHOR = replace(
+    RECIPE,
+    kind=PlanKind.ANCHOR,
+    start=8,
+    swa_floor=8,
+    write_floor=16,
+    anchor_interval=8,
+    restarts=(8, 16),
+)
+LAYER_EXACT = replace(RECIPE, tail=TailVariant.LAYER_EXACT, source_floor=5)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +60,27 @@ BOUNDED = replace(RECIPE, kind=PlanKind.BOUNDED, write_floor=8, restarts=(8,))
         (replace(GOOD, recipe=replace(BOUNDED, restarts=(8, 8))), "recipe.restarts"),
         (replace(GOOD, recipe=replace(BOUNDED, restarts=(4,))), "recipe.restarts"),
         (replace(GOOD, recipe=replace(BOUNDED, restarts=(16,))), "recipe.restarts"),
+        *(
+            (replace(GOOD, recipe=recipe), f"recipe.{field}")
+            for recipe, field in (
+                (replace(BOUNDED, restarts=()), "restarts"),
+                (replace(BOUNDED, start=8), "swa_floor"),
+                (replace(WINDOW, start=4, swa_floor=0), "start"),
+                (replace(WINDOW, start=0, swa_floor=0), "start"),
+                (replace(WINDOW, swa_floor=0), "swa_floor"),
+                (replace(WINDOW, restarts=(8,)), "restarts"),
+                (replace(PREVIOUS, restarts=(8,)), "restarts"),
+                (replace(REBUILD, restarts=(8,), write_floor=16), "restarts"),
+                (replace(REBUILD, swa_floor=0, start=1), "swa_floor"),
+                (replace(RESUME, start=8), "start"),
+                (replace(RESUME, restarts=(16,)), "restarts"),
+                (replace(ANCHOR, start=4, swa_floor=4), "start"),
+                (replace(ANCHOR, kind=PlanKind.WINDOW, start=16, swa_floor=9), "start"),
+                (replace(RECIPE, source_floor=8), "source_floor"),
+                (replace(LAYER_EXACT, source_floor=13), "source_floor"),
+                (replace(LAYER_EXACT, source_floor=-1), "source_floor"),
+            )
+        ),
         (replace(GOOD, recipe=None, tail=TailVariant.EXACT), "tail"),
         (
             replace(
@@ -85,6 +120,8 @@ def test_good_requests_pass() -> None:
     check_request(replace(GOOD, recipe=None, cache=CacheUse(ReplayMode.CANONICAL)), GEOMETRY, 64)
     canonical = replace(RECIPE, anchor_interval=8, restarts=(8, 16))
     check_request(replace(GOOD, recipe=canonical), GEOMETRY, 64)
+    for recipe in (BOUNDED, WINDOW, PREVIOUS, REBUILD, RESUME, ANCHOR, LAYER_EXACT):
+        check_request(replace(GOOD, recipe=recipe), GEOMETRY, 64)
 
 
 def test_positions_end_with_the_context() -> None:
