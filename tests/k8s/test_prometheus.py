@@ -155,8 +155,8 @@ def prometheus(
         ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
-    with (folder / "log").open("w") as log:
+    with held_port() as port, (folder / "log").open("w") as log:
+        address = f"127.0.0.1:{port}"
         process = subprocess.Popen(
             [
                 tool(repository, "prometheus"),
@@ -175,11 +175,13 @@ def prometheus(
             process.wait(timeout=30)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile, though a server may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def alert_groups(repository: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -291,16 +292,20 @@ def test_a_stream_that_the_server_ends_is_not_repeated(gateway: GatewayThread) -
 
 def test_a_restart_between_calls_does_not_show(model: ServedModel, tokenizer: Tokenizer) -> None:
     answers = []
-    with gateway_thread(model, tokenizer) as first:
-        client = Client(first.address)
-        answers.append(client.generate("hi", max_tokens=1).answer())
-        port = first.port
-    later = threading.Thread(
-        target=lambda: answers.append(client.generate("hi", max_tokens=1).answer())
-    )
-    later.start()  # nobody listens now
-    with client, gateway_thread(model, tokenizer, port):
-        later.join(60)
+    with socket.socket() as held:
+        # Does not listen; keeps others from the port while nobody else does.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with gateway_thread(model, tokenizer, port) as first:
+            client = Client(first.address)
+            answers.append(client.generate("hi", max_tokens=1).answer())
+        later = threading.Thread(
+            target=lambda: answers.append(client.generate("hi", max_tokens=1).answer())
+        )
+        later.start()  # nobody listens now
+        with client, gateway_thread(model, tokenizer, port):
+            later.join(60)
     assert [answer.reason for answer in answers] == ["length", "length"]
 
 

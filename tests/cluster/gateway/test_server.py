@@ -169,7 +169,9 @@ async def test_two_servers_share_a_port_when_told(service: Any) -> None:
 
 def test_a_free_port_passes() -> None:
     with socket.socket() as probe:
+        # Held, so that nobody else takes it meanwhile; only a listener makes it taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert free_port("127.0.0.1", port, "gateway.http_port") == port
+        assert free_port("127.0.0.1", port, "gateway.http_port") == port
     assert free_port("127.0.0.1", 0, "gateway.http_port") > 0
