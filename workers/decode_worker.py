@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
+from ripresa.workers.collector import spare_startup
 from ripresa.workers.decode_engine import DecodeEngine
 from ripresa.workers.kept_streams import KeptPrompt, KeptStreams
 from ripresa.workers.models.deepseek_v41.weights import Half
@@ -93,6 +94,7 @@ class DecodeWorker(ServedWorker[DecodeEngine]):
         if self._shadow is not None:
             await self._shadow.start()
         await self._heartbeat.start()
+        spare_startup()
 
     async def generate(
         self, request: GenerationRequest, local: bool, reader: str, *, worker_id: str

@@ -8,6 +8,7 @@ from ray.serve.handle import DeploymentHandle
 
 from ripresa.workers.address import WorkerAddress, WorkerKind
 from ripresa.workers.cache.cache_events import AnnouncerFactory, unheard
+from ripresa.workers.collector import spare_startup
 from ripresa.workers.detached_calls import DetachedCalls
 from ripresa.workers.encoder_engine import EncoderEngine
 from ripresa.workers.errors import RipresaError
@@ -84,6 +85,7 @@ class EncoderWorker(ServedWorker[EncoderEngine]):
         await self._announcer.start()
         await self._engine.start()
         await self._heartbeat.start()
+        spare_startup()
 
     async def prefill(
         self, request: GenerationRequest, receiver: str, caller: str, *, worker_id: str

@@ -30,6 +30,7 @@ from ripresa.cluster.routing.prefix_hints import Directory, NoDirectory, PrefixH
 from ripresa.cluster.routing.router import ClusterRouter
 from ripresa.cluster.routing.worker_load import PlannerSettings
 from ripresa.cluster.sessions.store import SessionLink
+from ripresa.workers.collector import spare_startup
 from ripresa.workers.errors import CheckpointError, ErrorCode, RipresaError
 from ripresa.workers.replay import TailVariant
 from ripresa.workers.replay_query import ReplayGeometry
@@ -195,6 +196,7 @@ class Gateway:
         await self._operators.start()
         await self._admin.start()
         await self._grpc.start()
+        spare_startup()
 
     async def grpc_port(self) -> int:
         """Where gRPC is served; the question that a setting of 0 leaves open."""
