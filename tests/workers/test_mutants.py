@@ -26,8 +26,11 @@ from ripresa.workers.scheduling import batch, scheduler
 from ripresa.workers.scheduling.step_plan import SequenceStep, StepPlan
 from ripresa.workers.sequence import Sequence as Request
 
-SEEDS = range(12)
-"""Within so many histories of each kind a mutant must be found."""
+SEEDS = range(40)
+"""Within so many histories of each kind a mutant must be found.
+
+Some are noticed by one in six only, and what happens in a history also depends on its timing.
+"""
 
 
 @dataclass
@@ -251,15 +254,15 @@ async def test_a_mutant_is_noticed(apply: Mutant, monkeypatch: pytest.MonkeyPatc
     apply(patcher)
     # Broken steps are logged with their tracebacks; here they are the purpose.
     monkeypatch.setattr(engine.logger, "disabled", True)
-    noticed = await first_difference()
+    noticed = await first_difference(SEEDS)
     assert patcher.num_calls, "the mutant was never called: it has to be written anew"
     assert noticed is not None, f"{len(HISTORIES) * len(SEEDS)} histories did not notice it"
     # An engine answers, a pool or a machine objects: but never the mutant's own code.
     assert not isinstance(noticed, (TypeError, AttributeError, NameError)), repr(noticed)
 
 
-async def first_difference() -> Exception | None:
-    for seed in SEEDS:
+async def first_difference(seeds: range) -> Exception | None:
+    for seed in seeds:
         for history in HISTORIES:
             try:
                 await history(seed)
@@ -269,4 +272,4 @@ async def first_difference() -> Exception | None:
 
 
 async def test_without_a_mutant_the_same_histories_pass() -> None:
-    assert await first_difference() is None
+    assert await first_difference(SEEDS[:12]) is None

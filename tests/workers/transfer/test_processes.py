@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -212,6 +213,7 @@ async def test_lanes_of_processes_leak_neither_threads_nor_descriptors(
         return await sides.receiver("leftovers")
 
     await round_trip("warm up")
+    gc.collect()  # what earlier tests left would hide a leak when it goes
     here, there = await leftovers(), await leftovers_there()
     for number in range(5):
         await round_trip(f"round {number}")
