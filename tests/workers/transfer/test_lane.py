@@ -106,7 +106,8 @@ async def test_a_cancelled_and_a_discarded_call_return_before_the_thread_does() 
     receiving = asyncio.create_task(receiver.receive(5_000))
     await asyncio.sleep(0)
     receiver.discard("the test says so")
-    with pytest.raises(Unavailable, match="the test says so"):
+    # The thread may have noticed by itself.
+    with pytest.raises(Unavailable, match=r"the test says so|the lane was discarded"):
         await receiving
     sender.discard("done")
     await asyncio.gather(sender.wait_closed(), receiver.wait_closed())
