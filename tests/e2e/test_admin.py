@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
+import pytest
 from click.testing import CliRunner, Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reference_engine import Question, ReferenceEngine
 from served_cluster import Answer, ServedCluster, eventually, generate_request
 
 from ripresa.cluster.cli import cli
+from ripresa.cluster.client.admin import AdminClient
+from ripresa.cluster.client.errors import UnavailableError
 from ripresa.cluster.gateway.recording import recipe_of
+from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.replay import PlanKind, Recipe
 
@@ -98,6 +104,48 @@ def test_without_its_state_a_session_computes_more_and_says_the_same(
     finally:
         assert admin(spread, "resume", home).exit_code == 0
     eventually(lambda: _assert_state(spread, home, "ready"))
+
+
+def test_workers_that_all_leave_at_once_lose_no_stream(
+    spread: ServedCluster, reference: ReferenceEngine
+) -> None:
+    """They begin before they know of each other; new requests hear that all of them leave."""
+    decoders = list(spread.workers(WorkerKind.DECODE))
+    questions = [Question(tokens_of(f"long {n}", 40), max_tokens=100) for n in range(3)]
+    streams = [spread.open(question) for question in questions]
+    for stream in streams:
+        stream.read(3)
+    with AdminClient(spread.cluster.admin_address) as client:
+        try:
+            with ThreadPoolExecutor(len(decoders)) as pool:
+                drains = list(pool.map(lambda name: [*client.drain(name, grace_s=0)], decoders))
+            for question, stream in zip(questions, streams, strict=True):
+                assert stream.end().tokens == reference.answer(question)
+            assert {told[-1].state for told in drains} == {pb.WORKER_STATE_DRAINED}
+            late = generate_request(questions[0])
+            late.options.max_queue_time.SetInParent()
+            refused = spread.ask(late)
+            assert refused.code is grpc.StatusCode.UNAVAILABLE
+            assert "every decode worker is leaving" in refused.details
+        finally:
+            for name in decoders:
+                client.resume(name)
+    for name in decoders:
+        eventually(partial(_assert_state, spread, name, "ready"))
+
+
+def test_a_drain_that_is_called_off_says_so(spread: ServedCluster) -> None:
+    stream = spread.open(Question(tokens_of("called off", 40), max_tokens=150))
+    stream.read(3)
+    assert stream.answer.started is not None
+    home = stream.answer.started.worker_id
+    with AdminClient(spread.cluster.admin_address) as client:
+        told = client.drain(home)
+        assert next(told).state == pb.WORKER_STATE_DRAINING
+        client.resume(home)
+        with pytest.raises(UnavailableError, match="the drain was called off"):
+            list(told)
+    assert len(stream.end().tokens) == 150
 
 
 def test_what_is_flushed_is_computed_again(
