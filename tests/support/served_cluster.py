@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 # Explicit, whatever the user's own Ray is set to; before Ray is imported.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# On a busy machine ten processes that import torch at once are not there in Ray's minute.
+os.environ.update(RAY_worker_register_timeout_seconds="600")
 
 import grpc
 import ray
@@ -25,8 +28,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from noise_checkpoint import noise_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from reference_engine import Question
 
 from ripresa.cluster.app import APP_NAME, DECODER, ENCODER, GATEWAY, LocalCluster, local_cluster
@@ -44,9 +48,11 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 CONTROLLER = "Controller"
+LOST = (RipresaError, RayError, RayServeException, TimeoutError)
+"""What a call may raise whose replica died a moment ago, or has no successor yet."""
 
 
-def eventually(check: Callable[[], T], within_s: float = 60.0) -> T:
+def eventually(check: Callable[[], T], within_s: float = 120.0) -> T:
     """The check's result, as soon as it raises no AssertionError; its last one after `within_s`."""
     give_up_at = time.monotonic() + within_s
     while True:
@@ -59,15 +65,17 @@ def eventually(check: Callable[[], T], within_s: float = 60.0) -> T:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that nothing listens on, and that the kernel gives to nobody who takes any port: the
+    processes of a cluster take hundreds of those before it listens on these."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [port for port in range(20_000, 1 << 16) if not low <= port <= high]
+    free: set[int] = set()
+    while len(free) < count:
+        port = random.SystemRandom().choice(outside)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            free.add(port)
+    return list(free)
 
 
 @dataclass
@@ -199,7 +207,7 @@ class ServedCluster:
         question: Question | pb.GenerateRequest,
         *,
         request_id: str = "",
-        timeout_s: float = 200,
+        timeout_s: float = 600,
         stub: InferenceStub | None = None,
     ) -> Stream:
         """Send a request."""
@@ -220,7 +228,7 @@ class ServedCluster:
         assert result.exit_code == 0, result.output
         return result.output.splitlines()
 
-    def resume(self, stream: Stream, *, timeout_s: float = 200) -> Stream:
+    def resume(self, stream: Stream, *, timeout_s: float = 600) -> Stream:
         """Go on with a stream, and again where a dying gateway took the connection."""
         assert stream.answer.started is not None
         stream_id = stream.answer.started.stream_id
@@ -234,8 +242,15 @@ class ServedCluster:
 
     def listed(self) -> dict[str, WorkerReport]:
         """What gateways know of workers now: each worker's last heartbeat."""
-        answer = self.cluster.handle(CONTROLLER).workers.remote().result(timeout_s=30)
-        return {report.worker_id: report for report in answer.workers}
+
+        def ask() -> dict[str, WorkerReport]:
+            try:
+                answer = self.cluster.handle(CONTROLLER).workers.remote().result(timeout_s=30)
+            except LOST as error:
+                raise AssertionError(f"the controller: {error}") from error
+            return {report.worker_id: report for report in answer.workers}
+
+        return eventually(ask)
 
     def workers(self, kind: WorkerKind | None = None) -> dict[str, WorkerReport]:
         """The workers' own reports, made for this question."""
@@ -250,18 +265,20 @@ class ServedCluster:
         report: WorkerReport = self._call(worker, "report")
         return report
 
-    def wait_until_whole(self, within_s: float = 120.0) -> None:
-        """Every replica of the configuration is there and listed."""
-        wanted = (self.config.encoders.replicas, self.config.decoders.replicas)
+    def wait_until_whole(self, within_s: float = 240.0) -> None:
+        """Every replica of the configuration is there, and every worker is listed."""
+        config = self.config
+        wanted = (config.encoders.replicas, config.decoders.replicas, config.gateway.replicas)
 
         def check() -> None:
             kinds = [report.kind for report in self.workers().values()]
-            there = (kinds.count(WorkerKind.ENCODER), kinds.count(WorkerKind.DECODE))
-            assert there == wanted, f"{there} encoder and decode workers, not {wanted}"
+            num_gateways = len(self._ask_gateways("grpc_port"))
+            there = (kinds.count(WorkerKind.ENCODER), kinds.count(WorkerKind.DECODE), num_gateways)
+            assert there == wanted, f"{there} encoder, decode workers and gateways, not {wanted}"
 
         eventually(check, within_s)
 
-    def assert_idle(self, within_s: float = 60.0) -> None:
+    def assert_idle(self, within_s: float = 120.0) -> None:
         """Nothing is left of any request: on workers, on lanes, in the gateway."""
         eventually(self._check_idle, within_s)
 
@@ -273,11 +290,7 @@ class ServedCluster:
             assert (stats.num_running, stats.num_waiting) == (0, 0), worker
             assert stats.num_free_blocks == stats.num_blocks, worker
             self._call(worker, "check_integrity")
-        try:
-            self.cluster.handle(GATEWAY).broadcast("check_integrity").results(timeout_s=30)
-        except (RipresaError, RayActorError, DeploymentUnavailableError) as error:
-            # A replica that died a moment ago may still be listed, or its successor not yet.
-            raise AssertionError(str(error)) from error
+        self._ask_gateways("check_integrity")
         metrics = self.metrics()
         assert metrics["ripresa_num_requests_running"] == 0
         assert metrics["ripresa_num_requests_waiting"] == 0
@@ -287,14 +300,27 @@ class ServedCluster:
         bound = getattr(self.cluster.handle(name), method)
         try:
             return bound.remote(worker_id=worker.worker_id).result(timeout_s=30)
-        except (RipresaError, ray.exceptions.RayError, TimeoutError) as error:
+        except LOST as error:
             raise AssertionError(f"{worker.worker_id}: {error}") from error
 
+    def _ask_gateways(self, method: str) -> list[Any]:
+        """The answers of all gateways that run."""
+        try:
+            return list(self.cluster.handle(GATEWAY).broadcast(method).results(timeout_s=30))
+        except LOST as error:
+            raise AssertionError(f"gateways: {error}") from error
+
     def metrics(self) -> dict[str, float]:
-        """One gateway's series without labels, and sums over labels, by sample name."""
+        """One gateway's series without labels, and sums over labels, by sample name.
+
+        AssertionError if it died a moment ago.
+        """
         url = f"http://{self.cluster.http_address}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as response:
-            text = response.read().decode()
+        try:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                text = response.read().decode()
+        except OSError as error:
+            raise AssertionError(f"{url}: {error}") from error
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -308,48 +334,65 @@ class ServedCluster:
         return sum(s.num_encoder_rows for s in stats), sum(s.num_decoder_rows for s in stats)
 
     def kill_gateway_of(self, stream: Stream) -> None:
-        """End gateways as a crash would, one after the other, until it was the stream's own."""
-        for name in self._replicas(GATEWAY):
-            _kill_actor(ray.get_actor(name, namespace="serve"))
-            # More than can be on its way from a gateway that is dead.
-            stream.read(60)
-            if stream.answer.code is grpc.StatusCode.UNAVAILABLE:
-                return
-        raise AssertionError("the stream outlived every gateway")
+        """End the gateway that tells a stream, as a crash would, and read to where it breaks."""
+        assert stream.answer.started is not None
+        request_id = stream.answer.started.request_id
+
+        def pid_of_teller(_: object) -> int | None:
+            gateway: Any = serve.get_replica_context().servable_object
+            try:
+                gateway.service.explain(request_id)
+            except RipresaError:
+                return None
+            return os.getpid()
+
+        asked = [actor.__ray_call__.remote(pid_of_teller) for actor in self._replicas(GATEWAY)]
+        (pid,) = [pid for pid in ray.get(asked) if pid is not None]
+        kill_processes([pid])
+        code = stream.end().code
+        assert code is grpc.StatusCode.UNAVAILABLE, f"{code}: the stream ended before its gateway"
+
+    def pids(self, deployment: str) -> list[int]:
+        """The processes of a deployment; those that start are waited for."""
+        asked = [
+            actor.__ray_call__.remote(lambda _: os.getpid()) for actor in self._replicas(deployment)
+        ]
+        return list(ray.get(asked))
 
     def kill_replicas(self, deployment: str, at_most: int | None = None) -> None:
         """End processes of a deployment as a crash would; Serve starts new ones."""
-        for name in self._replicas(deployment)[:at_most]:
-            _kill_actor(ray.get_actor(name, namespace="serve"))
+        kill_processes(self.pids(deployment)[:at_most])
 
     def kill_session_store(self) -> None:
         """End its process as a crash would; Ray starts an empty successor."""
-        _kill_actor(ray.get_actor(ACTOR_NAME, namespace=NAMESPACE))
+        actor = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+        kill_processes([ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))])
 
-    def _replicas(self, deployment: str) -> list[str]:
+    def _replicas(self, deployment: str) -> list[Any]:
         prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#"
         names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         replicas = [name for name in names if name.startswith(prefix)]
         assert replicas, f"no replica of {deployment} among {names}"
-        return replicas
-
-
-def _kill_actor(actor: Any) -> None:
-    _kill_process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+        return [ray.get_actor(name, namespace="serve") for name in replicas]
 
 
 def kill(worker: WorkerReport) -> None:
     """End a worker's process as a crash would."""
-    _kill_process(worker.pid)
+    kill_processes([worker.pid])
 
 
-def _kill_process(pid: int) -> None:
-    """SIGKILL; returns once it runs no more and its sockets are closed."""
-    os.kill(pid, signal.SIGKILL)
+def kill_processes(pids: Iterable[int]) -> None:
+    """SIGKILL; returns once none of them runs and their sockets are closed."""
+    pids = tuple(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
     def check() -> None:
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "State:\tZ" in status.read_text(), f"{pid} runs on"
+        for pid in pids:
+            status = Path(f"/proc/{pid}/status")
+            # It may go between the two looks.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                assert "State:\tZ" in status.read_text(), f"{pid} runs on"
 
     eventually(check)
 
@@ -374,14 +417,14 @@ def served_cluster(*settings: str) -> Iterator[ServedCluster]:
     It serves noise; `model.path=null` is the bundled model.
     """
     temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
-    grpc_port, dashboard_port, metrics_port = free_ports(3)
+    grpc_port, http_port, dashboard_port, metrics_port = free_ports(4)
     config = load_config(
         None,
         [
             f"model.path={noise_checkpoint()}",
             "admin.port=0",
             f"gateway.grpc_port={grpc_port}",
-            "gateway.http_port=0",
+            f"gateway.http_port={http_port}",
             f"ray.dashboard_port={dashboard_port}",
             f"ray.metrics_export_port={metrics_port}",
             f"ray.temp_dir={temp_dir}",
