@@ -208,6 +208,8 @@ class TransferSettings:
             exact and full need much.
         hand_over_timeout_s: how long a decode worker keeps the pages of a request whose state
             does not arrive, in seconds.
+        pull_timeout_s, follow_timeout_s: longest time in which nothing comes of what another
+            worker holds, or computes, in seconds; then it is computed here.
     """
 
     backend: TransferBackend = TransferBackend.AUTO
@@ -218,6 +220,8 @@ class TransferSettings:
     hand_over_window_blocks: int = setting(32, at_least=1)
     max_tail_bytes: int = setting(256 << 20, at_least=1)
     hand_over_timeout_s: float = setting(60.0, at_least=1)
+    pull_timeout_s: float = setting(2.0, at_least=0.1)
+    follow_timeout_s: float = setting(10.0, at_least=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +408,8 @@ class ClusterConfig:
                 hand_over_window_blocks=self.transfer.hand_over_window_blocks,
                 max_tail_bytes=self.transfer.max_tail_bytes,
                 hand_over_timeout_s=self.transfer.hand_over_timeout_s,
+                pull_timeout_s=self.transfer.pull_timeout_s,
+                follow_timeout_s=self.transfer.follow_timeout_s,
             ),
         )
 

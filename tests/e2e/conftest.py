@@ -15,8 +15,20 @@ from ripresa.cluster.gateway.tokenizer import Tokenizer
 from ripresa.workers.demo.checkpoint import DEMO_MODEL
 
 DETERMINISTIC = "numerics=deterministic"
+PATIENT = (
+    # A busy machine delays hints, confirmations and what workers bring each other; without them no
+    # hit could be asserted.
+    "directory.lookup_timeout_s=10",
+    "directory.claim_s=20",
+    "directory.late_s=10",
+    "directory.lease_s=30",
+    "transfer.chunk_timeout_s=10",
+    "transfer.pull_timeout_s=20",
+    "transfer.follow_timeout_s=60",
+)
 SPLIT = (
     DETERMINISTIC,
+    *PATIENT,
     "encoders.replicas=2",
     "decoders.replicas=2",
     # These tests speak of encoders: no decode worker shall prefill while there is one.
@@ -31,17 +43,14 @@ SPLIT = (
 )
 SPREAD = (
     DETERMINISTIC,
+    *PATIENT,
     "encoders.replicas=3",
     "decoders.replicas=3",
     "planner.max_local_rows=0",
     "encoders.max_batched_tokens=256",
     "encoders.num_blocks=192",
     "decoders.num_blocks=192",
-    # A busy machine delays hints and confirmations; without them nothing could be asserted.
-    "directory.lookup_timeout_s=10",
-    "directory.claim_s=20",
-    "directory.late_s=10",
-    "directory.lease_s=30",
+    # It delays workers' reports, too.
     "worker_lease_s=30",
 )
 WITHOUT_ENCODERS = (
@@ -52,14 +61,21 @@ WITHOUT_ENCODERS = (
     "gateway.replicas=2",
     # Whatever is served behind a replay is scored again, and nothing else notices.
     "shadow.share=1",
+    # No worker dies here; on a busy machine one may be late.
+    "worker_lease_s=60",
 )
 RESUMABLE = (
     DETERMINISTIC,
+    *PATIENT,
     "encoders.replicas=0",
     "decoders.replicas=2",
     "decoders.num_blocks=320",
     "gateway.replicas=2",
+    # Gateways that were killed may be back later than a minute.
+    "decoders.keep_streams_s=600",
 )
+TIMEOUT_S = 900
+"""Of a test that names none: the first one of a cluster waits for its processes, too."""
 
 FOLDER = Path(__file__).parent
 
@@ -73,6 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not item.path.is_relative_to(FOLDER)]
     for item in mine:
         item.add_marker(pytest.mark.cluster)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
     order = (
         "split",
         "without_encoders",

@@ -68,7 +68,6 @@ def test_a_framework_s_loop_runs_without_a_word_about_tools(bundled: ServedClust
     bundled.assert_idle()
 
 
-@pytest.mark.timeout(900)
 def test_a_sample_of_the_evaluation_is_answered_as_the_card_tells(bundled: ServedCluster) -> None:
     figures = Figures.load(DEMO_MODEL / FIGURES)
     places = sorted(figures.marks)[:: max(len(figures.marks) // NUM_CONVERSATIONS, 1)]
