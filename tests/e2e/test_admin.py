@@ -151,7 +151,9 @@ def test_a_drain_that_is_called_off_says_so(spread: ServedCluster) -> None:
 def test_what_is_flushed_is_computed_again(
     spread: ServedCluster, reference: ReferenceEngine
 ) -> None:
-    _, tokens = loop(spread, reference, "flushed")
+    for number in range(3):
+        session = f"flushed {number}"
+        _, tokens = loop(spread, reference, session)
     stats = admin(spread, "prefix-stats", "--top", "3")
     assert stats.exit_code == 0, stats.output
     assert re.search(r"^[\d,]+ lookups of [\d,]+ tokens; [\d,]+ of them", stats.output)
@@ -159,7 +161,7 @@ def test_what_is_flushed_is_computed_again(
     flushed = admin(spread, "flush", "--all")
     assert flushed.exit_code == 0, flushed.output
     assert int(flushed.output.split()[0].replace(",", "")) >= 256
-    _, recipe = turn(spread, reference, tokens, "flushed")
+    _, recipe = turn(spread, reference, tokens, session)
     assert recipe.start == 0
     spread.assert_idle()
 

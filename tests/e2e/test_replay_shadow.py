@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import urllib.request
 
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from reference_engine import Question
 from served_cluster import ServedCluster, eventually
 
+from ripresa.cluster.cli import cli
 from ripresa.protos import ripresa_pb2 as pb
 
-LENGTH, SHARED, NUM_TOKENS = 900, 400, 8
+LENGTH, SHARED = 900, 400
+NUM_TOKENS = 64
+"""More than other tests' answers that may be scored in the second after everything was flushed."""
 
 
 def shadow_series(cluster: ServedCluster) -> dict[tuple[str, str], float]:
@@ -32,6 +36,9 @@ def test_answers_behind_a_replay_are_scored_again(without_encoders: ServedCluste
     cluster = without_encoders
     tokens = random.Random("shadow").choices(range(10, 4000), k=2 * LENGTH)
     first, second = tokens[:LENGTH], tokens[:SHARED] + tokens[LENGTH : LENGTH + SHARED]
+    where = ("--address", cluster.cluster.admin_address)
+    flushed = CliRunner().invoke(cli, ["admin", "flush", "--all", *where])
+    assert flushed.exit_code == 0, flushed.output
     before = shadow_series(cluster)
     for token_ids, kind in ((first, pb.PLAN_KIND_COLD), (second, pb.PLAN_KIND_BOUNDED)):
         question = Question(tuple(token_ids), max_tokens=NUM_TOKENS, reads_cache=True)

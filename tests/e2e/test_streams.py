@@ -5,11 +5,12 @@ from __future__ import annotations
 import openai
 import pytest
 from reference_engine import Question, ReferenceEngine
-from served_cluster import ServedCluster, generate_request
+from served_cluster import ServedCluster, eventually, generate_request
 
 from ripresa.protos import ripresa_pb2 as pb
 from ripresa.workers.address import WorkerKind
 from ripresa.workers.replay import TailVariant
+from ripresa.workers.report import WorkerReport
 
 WINDOW = 128
 GREEDY = {"temperature": 0.0}
@@ -55,8 +56,13 @@ def test_many_choices_by_http_and_nobody_is_taken_for_lost(split: ServedCluster)
                 model=model.id, prompt="Once upon a time", n=8, max_tokens=4, temperature=1.0
             )
             assert [choice.index for choice in answer.choices] == list(range(8))
-    assert set(split.listed()) == before
     split.assert_idle()
+
+    def check() -> None:
+        assert set(split.listed()) == before
+
+    # A heartbeat may come late; a worker that was given up would have a successor.
+    eventually(check)
 
 
 @pytest.mark.parametrize("tail", [TailVariant.FLOORED, TailVariant.LAYER_EXACT, TailVariant.FULL])
@@ -84,25 +90,35 @@ def test_counters_prove_the_split(
     before = split.workers()
     answer = split.ask(Question(agent_tokens[:length], max_tokens=5))
     assert len(answer.tokens) == 5
-    after = split.workers()
-    assert after.keys() == before.keys()
-    encoder_rows = decoder_prefill_rows = sent = received = 0
+
+    def moved(now: dict[str, WorkerReport], kind: WorkerKind) -> int:
+        return sum(
+            worker.stats.counters.transfer_bytes - before[worker_id].stats.counters.transfer_bytes
+            for worker_id, worker in now.items()
+            if worker.kind is kind
+        )
+
+    def when_counted() -> dict[str, WorkerReport]:
+        """An encoder counts what it sent when the decode worker, which streams, has said so."""
+        now = split.workers()
+        assert now.keys() == before.keys()
+        assert moved(now, WorkerKind.ENCODER) == moved(now, WorkerKind.DECODE) > 0
+        return now
+
+    after = eventually(when_counted)
+    encoder_rows = decoder_prefill_rows = 0
     for worker_id, worker in after.items():
         old, new = before[worker_id].stats, worker.stats
         rows = new.num_encoder_rows - old.num_encoder_rows
-        num_bytes = new.counters.transfer_bytes - old.counters.transfer_bytes
         if worker.kind is WorkerKind.ENCODER:
             assert new.num_decoder_rows == 0
             encoder_rows += rows
-            sent += num_bytes
         else:
             decode_rows = 4 if worker_id == answer.started.worker_id else 0  # type: ignore[union-attr]
             assert rows == decode_rows
             decoder_prefill_rows += new.num_decoder_rows - old.num_decoder_rows - decode_rows
-            received += num_bytes
     assert encoder_rows == length
     assert decoder_prefill_rows == min(WINDOW, length)
-    assert sent == received > 0
 
 
 def test_an_encoder_holds_less_than_the_whole_model(split: ServedCluster) -> None:
