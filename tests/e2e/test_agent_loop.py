@@ -21,6 +21,7 @@ from served_cluster import ServedCluster, eventually, served_cluster
 
 MODEL = "deepseek-v4.1-demo"
 EOS = 1
+NUM_BLOCKS = 72
 TOOLS: dict[str, Callable[..., Any]] = {
     "get_weather": lambda city: {"city": city, "celsius": -3},
     "to_fahrenheit": lambda celsius: celsius * 9 / 5 + 32,
@@ -60,7 +61,11 @@ def scripted() -> Iterator[ServedCluster]:
     """One decode worker that says the same three answers again and again."""
     ray.cloudpickle.register_pickle_by_value(scripted_worker)
     scripted_worker.SCRIPT[:] = [(*encode_output(answer), EOS) for answer in ANSWERS]
-    settings = ("encoders.replicas=0", "decoders.replicas=1", "decoders.num_blocks=128")
+    settings = (
+        *("encoders.replicas=0", "decoders.replicas=1", f"decoders.num_blocks={NUM_BLOCKS}"),
+        # A worker that is late shall not be asked again: the script would go on.
+        "worker_lease_s=60",
+    )
     with (
         mock.patch("ripresa.cluster.app.DecodeWorker", scripted_worker.DecodeWorker),
         served_cluster(*settings) as cluster,
@@ -207,7 +212,10 @@ def test_messages(scripted: ServedCluster, url: str) -> None:
 def test_a_session_whose_tool_runs_is_whole_when_others_are_evicted(
     scripted: ServedCluster, client: openai.OpenAI
 ) -> None:
-    """Six requests take the script's three answers twice."""
+    """Six requests take the script's three answers twice.
+
+    The others fill the pool and no more than that: a lease lasts for half a minute.
+    """
 
     def granted() -> int:
         (worker,) = scripted.workers().values()
@@ -229,7 +237,7 @@ def test_a_session_whose_tool_runs_is_whole_when_others_are_evicted(
     complete(plain, "plain", 4)
     eventually(check)
     for number in range(2):
-        complete([(number + k * k) % 2000 + 200 for k in range(7900)], "", 1)
+        complete([(number + k * k) % 2000 + 200 for k in range(64 * NUM_BLOCKS)], "", 1)
     messages.append(said)
     for call in said["tool_calls"]:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": "-3"})

@@ -23,7 +23,7 @@ def ripresa(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the installed command as a user does."""
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     return subprocess.run(
-        [RIPRESA, *arguments], capture_output=True, text=True, timeout=180, env=environment
+        [RIPRESA, *arguments], capture_output=True, text=True, timeout=600, env=environment
     )
 
 

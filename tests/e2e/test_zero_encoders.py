@@ -62,7 +62,7 @@ def test_gateways_share_the_port(
     without_encoders: ServedCluster, agent_tokens: tuple[int, ...]
 ) -> None:
     """The gateway that runs a request refuses its id; behind another one, the worker does."""
-    stream = without_encoders.open(Question(agent_tokens[:9], max_tokens=3000), request_id="one")
+    stream = without_encoders.open(Question(agent_tokens[:9], max_tokens=8000), request_id="one")
     stream.read(1)
     channels = connections(without_encoders, 24)
     refusals = set()
@@ -106,11 +106,11 @@ def test_one_gateway_killed_of_two(
     without_encoders.kill_replicas(GATEWAY, at_most=1)
     question = Question(agent_tokens[:30], max_tokens=3)
     for _ in range(4):
-        with Client(without_encoders.address) as client:
+        with Client(without_encoders.address, connect_timeout_s=300) as client:
             answer = client.generate(
                 question.token_ids,
                 return_token_ids=True,
-                timeout_s=120,
+                timeout_s=600,
                 max_tokens=3,
                 temperature=0.0,
                 ignore_eos=True,
