@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 # Explicit, whatever the user's own Ray is set to; before Ray is imported.
@@ -26,6 +27,8 @@ from ripresa.workers.cache.cache_events import Origin
 pytestmark = pytest.mark.cluster
 
 HASHES = chain("a", 6)
+PATIENT = replace(SETTINGS, claim_s=60)
+"""A busy machine confirms a claim late."""
 ASKED_S = 0.05
 
 
@@ -33,6 +36,7 @@ ASKED_S = 0.05
 def cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="rip-")
     ray.init(
+        address="local",
         num_cpus=1,
         include_dashboard=False,
         object_store_memory=150_000_000,
@@ -48,7 +52,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 async def actors(cluster: None, request: pytest.FixtureRequest) -> AsyncIterator[DirectoryActors]:
-    connect = partial(start_directory, SETTINGS, name=request.node.name, is_detached=True)
+    connect = partial(start_directory, PATIENT, name=request.node.name, is_detached=True)
     handles = await asyncio.to_thread(connect)
     yield DirectoryActors(handles, connect)
     for handle in await asyncio.to_thread(connect):
@@ -113,7 +117,7 @@ async def test_claims_work_between_processes(actors: DirectoryActors) -> None:
     try:
         leader = await client.lookup_or_claim(HASHES, "leader")
         assert isinstance(leader, Answer)
-        assert leader.flight == Lead(0, 6, SETTINGS.claim_s)
+        assert leader.flight == Lead(0, 6, PATIENT.claim_s)
         publisher.lead("leader", HASHES)
         flight = None
         async with asyncio.timeout(150):

@@ -51,6 +51,8 @@ def object_store() -> Iterator[None]:
     """A Ray cluster of this process alone, with a small object store."""
     import ray
 
+    from ripresa.workers.transfer.object_store import NAMESPACE, ObjectStoreTransport
+
     temp_dir = tempfile.mkdtemp(prefix="rip-", dir="/tmp")
     ray.init(
         address="local",
@@ -63,6 +65,9 @@ def object_store() -> Iterator[None]:
         _node_ip_address="127.0.0.1",
     )
     try:
+        # Its process starts within no test's timeouts.
+        mailbox = ray.get_actor(ObjectStoreTransport().address()[0], NAMESPACE)
+        ray.get(mailbox.lose.remote("no lane", "it never was"))
         yield
     finally:
         ray.shutdown()
