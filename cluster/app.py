@@ -55,6 +55,8 @@ from ripresa.workers.worker_settings import WorkerSettings
 APP_NAME = "ripresa"
 GATEWAY, ENCODER, DECODER = "Gateway", "EncoderWorker", "DecodeWorker"
 
+ASK_TIMEOUT_S = 120.0
+"""Longest wait for a gateway that is ready to say where it listens, on a busy machine, too."""
 MAX_ONGOING_CALLS = 10_000
 """Admission is the gateway's and the engines' business, not Serve's."""
 
@@ -179,9 +181,9 @@ class LocalCluster:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
-        port = self.handle(GATEWAY).grpc_port.remote().result(timeout_s=30)
+        port = self.handle(GATEWAY).grpc_port.remote().result(timeout_s=ASK_TIMEOUT_S)
         self.grpc_address = f"{config.gateway.grpc_host}:{port}"
-        admin_port = self.handle(GATEWAY).admin_port.remote().result(timeout_s=30)
+        admin_port = self.handle(GATEWAY).admin_port.remote().result(timeout_s=ASK_TIMEOUT_S)
         self.admin_address = f"{config.admin.host}:{admin_port}"
         self.http_address = f"{config.gateway.http_host}:{config.gateway.http_port}"
 
