@@ -85,8 +85,8 @@ def status(address: str, api_key: str) -> None:
     "--grace",
     "grace_s",
     type=FiniteRange(0, 24 * 3600),
-    help="Seconds, at least one, for its streams to end there; then they go on elsewhere. "
-    "Default: 30.",
+    help="Seconds for its streams to end there, a second or two if less than one is asked for; "
+    "then they go on elsewhere. Default: 30.",
 )
 @click.option(
     "--migrate/--no-migrate",

@@ -64,7 +64,7 @@ def _with_extent(command: F) -> F:
             default="float32",
             show_default=True,
             help="bfloat16 is faster on CPUs that list avx512_bf16 or amx_bf16 among their flags, "
-            "and many times slower on others.",
+            "and many times slower on other x86 CPUs.",
         ),
     )
     for option in reversed(options):

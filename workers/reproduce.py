@@ -33,7 +33,7 @@ from ripresa.workers.models.checkpoint import ProgressLines
 from ripresa.workers.models.deepseek_v41.config import ModelConfig
 from ripresa.workers.models.deepseek_v41.weights import Half
 from ripresa.workers.recording import Recording
-from ripresa.workers.replay import RULES_VERSION, ReplayMode, may_reuse
+from ripresa.workers.replay import RULES_VERSION, PlanKind, ReplayMode, may_reuse
 from ripresa.workers.replay_query import ReplayGeometry
 from ripresa.workers.request import CacheUse, Failed, Finished, GenerationRequest, Tokens
 from ripresa.workers.sampler import check_params
@@ -184,7 +184,8 @@ def _check_possible(recording: Recording, config: ModelConfig) -> None:
             f"prompt and answer have {length} tokens, and the model's context "
             f"{config.max_position_embeddings}",
         )
-    check_tail(recording.recipe.tail, recording.mode, "recipe.tail")
+    if recording.recipe.kind is not PlanKind.RESUME:  # that has the tail of the turn before
+        check_tail(recording.recipe.tail, recording.mode, "recipe.tail")
     request = _request(recording, (), recording.sampling.max_tokens)
     split, layers = config.split, config.num_hidden_layers
     geometry = ReplayGeometry(config.sliding_window, REWIND_TOKENS, split, layers - split)

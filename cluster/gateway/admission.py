@@ -12,6 +12,8 @@ from ripresa.cluster.gateway.status import RequestError
 from ripresa.cluster.routing.prompt import PromptRequest
 from ripresa.workers.errors import ErrorCode, InvalidArgument
 
+QUEUE_FULL = "QUEUE_FULL"
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
@@ -102,7 +104,7 @@ class Admission:
         if self.num_running + num_choices > self._max_running:
             raise RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,
-                "QUEUE_FULL",
+                QUEUE_FULL,
                 f"{self.num_running} requests are running and {self._max_running} may "
                 "(gateway.max_running; each choice counts); try again",
                 retry_after_s=1.0,

@@ -134,7 +134,8 @@ class ResumedStreams:
                 f"the first is {num_told}",
             )
 
-        admitted = self._admission.resume(len(prompts), origin.tenant)
+        admit = partial(self._admission.resume, len(prompts), origin.tenant)
+        admitted = await self._service.admitted(admit)
         try:
             facts = StreamFacts(
                 prompts,

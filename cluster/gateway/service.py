@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol as TypingProtocol
 from typing import TypeVar
 
-from ripresa.cluster.gateway.admission import Admission
+from ripresa.cluster.gateway.admission import QUEUE_FULL, Admission, Admitted
 from ripresa.cluster.gateway.answered_requests import AnsweredRequests
 from ripresa.cluster.gateway.api_keys import KeyFile
 from ripresa.cluster.gateway.call import Call
@@ -63,7 +63,6 @@ from ripresa.cluster.gateway.validation import (
     tenant_salt,
 )
 from ripresa.cluster.observability.metrics import GatewayMetrics
-from ripresa.cluster.routing.planner import NoWorker
 from ripresa.cluster.routing.prompt import PromptRequest, Router
 from ripresa.cluster.sessions.store import SaidStore, SessionStore
 from ripresa.protos import ripresa_pb2 as pb
@@ -213,7 +212,7 @@ class InferenceService:
 
     async def ready(self) -> bool:
         """Whether new requests should come here."""
-        return not self._draining and await self._router.ready()
+        return not self._draining and await self._router.why_not_ready() is None
 
     def start_draining(self) -> None:
         """From now on say "not ready"; requests that still arrive are served."""
@@ -485,12 +484,7 @@ class InferenceService:
                     replace(prompt, stream=ticket, hold=call.hold)
                     for prompt, ticket in zip(prompts, tickets, strict=True)
                 )
-            try:
-                admitted = self._admission.admit(prompts, call)
-            except RequestError as error:
-                if error.reason == "QUEUE_FULL" and not await self._router.ready():
-                    raise _nobody_ready() from None
-                raise
+            admitted = await self.admitted(partial(self._admission.admit, prompts, call))
         except RipresaError as error:
             self.metrics.request_rejected(error.code)
             raise
@@ -605,6 +599,20 @@ class InferenceService:
             model.eos_token_id = self.model.eos_token_id
         return pb.ListModelsResponse(models=[model])
 
+    async def admitted(self, admit: Callable[[], Admitted]) -> Admitted:
+        """Let a request run by `Admission`.
+
+        Raises:
+            Unavailable: there is no room, as those who have it lack a worker.
+            RequestError, InvalidArgument: see `Admission.admit`.
+        """
+        try:
+            return admit()
+        except RequestError as error:
+            if error.reason == QUEUE_FULL and (missing := await self._router.why_not_ready()):
+                raise missing from None
+            raise
+
     async def off_loop(self, work: Callable[[], T], call: Call) -> T:
         """Run tokenizer work beside the loop; see `Reading.run`."""
         return await self._reading.run(work, _remaining_s(call))
@@ -633,14 +641,6 @@ def expiry(now: float, deadline: float | None) -> float:
     if deadline is None:
         return math.inf
     return deadline - DEADLINE_ROUNDING * (deadline - now) - TRANSIT_S
-
-
-def _nobody_ready() -> NoWorker:
-    """The gateway is full because its requests wait for a worker: that is what is missing."""
-    return NoWorker(
-        "no decode worker is ready, and as many requests wait for one as this gateway takes "
-        "(gateway.max_running); retry, or check the cluster's status"
-    )
 
 
 def _outcome(error: BaseException, late_from: float) -> ErrorCode:

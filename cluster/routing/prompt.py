@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from ripresa.workers.errors import Unavailable
 from ripresa.workers.kept_streams import KeptPrompt
 from ripresa.workers.prefix_sources import PrefixOutcome
 from ripresa.workers.replay import Recipe, TailVariant
@@ -182,5 +183,5 @@ class Router(Protocol):
             RipresaError: NOT_FOUND; it is not remembered.
         """
 
-    async def ready(self) -> bool:
-        """Whether a request could be placed now."""
+    async def why_not_ready(self) -> Unavailable | None:
+        """Why no request could be placed now; None if one could."""

@@ -198,9 +198,17 @@ class RouteFinder:
         """Decode workers that are there and could ever hold the request."""
         return set(self._decoders(execution))
 
-    def nobody(self, execution: Execution) -> NoWorker | None:
-        """Why no decode worker takes the request, however much room it has; None if one may."""
-        return None if self._decoders(execution) else nobody_among(self._loads())
+    def nobody(self, num_tokens: int = 0) -> NoWorker | None:
+        """Why no decode worker takes so long a request, whatever room it has now.
+
+        Returns:
+            None if one may, and also if all are there but too small.
+        """
+        decoders = [load for load in self._loads() if not load.is_encoder]
+        able = [load for load in decoders if load.holds(num_tokens)]
+        if any(not load.is_leaving for load in able) or (decoders and not able):
+            return None
+        return nobody_among(able)
 
     def take_over(self, execution: Execution, route: Placement, avoid: set[str]) -> None:
         """Let another encoder go on, from what the decode worker has received too.

@@ -135,9 +135,8 @@ class ClusterRouter:
         """W, tokens in a block."""
         return self._routes.window
 
-    async def ready(self) -> bool:
-        workers = self._view.workers()
-        return any(w.kind is WorkerKind.DECODE and not w.is_leaving for w in workers)
+    async def why_not_ready(self) -> NoWorker | None:
+        return self._routes.nobody()
 
     async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
         return await self._routes.num_held_tokens(token_ids, tenant_salt)
@@ -250,10 +249,13 @@ class ClusterRouter:
                     continue
                 raise self._untaken(execution, failure, nobody) from None
             except QueueTimeout:
-                nobody = nobody or self._routes.nobody(execution)
-                if nobody is None:
+                # Whoever has come since the last try is waited for as others are.
+                missing = self._routes.nobody(execution.max_total_tokens)
+                if missing is None and failure is not None:
+                    missing = nobody
+                if missing is None:
                     raise
-                raise self._untaken(execution, failure, nobody) from None
+                raise self._untaken(execution, failure, missing) from None
             try:
                 async with aclosing(self._execute(execution, route, avoid)) as events:
                     async for event in events:
@@ -318,7 +320,7 @@ class ClusterRouter:
     ) -> RipresaError:
         """What is told of a request that nobody takes."""
         is_full = failure is not None and failure.code is ErrorCode.RESOURCE_EXHAUSTED
-        if failure is None or (is_full and self._routes.nobody(execution) is not None):
+        if failure is None or (is_full and self._routes.nobody(execution.max_total_tokens)):
             return nobody
         # What the last worker said tells more than that there is no other one.
         return failure

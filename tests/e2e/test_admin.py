@@ -109,7 +109,7 @@ def test_without_its_state_a_session_computes_more_and_says_the_same(
 def test_workers_that_all_leave_at_once_lose_no_stream(
     spread: ServedCluster, reference: ReferenceEngine
 ) -> None:
-    """They begin before they know of each other; new requests hear that all of them leave."""
+    """They know of each other when their grace ends; new requests hear that all of them leave."""
     decoders = list(spread.workers(WorkerKind.DECODE))
     questions = [Question(tokens_of(f"long {n}", 40), max_tokens=100) for n in range(3)]
     streams = [spread.open(question) for question in questions]
@@ -118,7 +118,7 @@ def test_workers_that_all_leave_at_once_lose_no_stream(
     with AdminClient(spread.cluster.admin_address) as client:
         try:
             with ThreadPoolExecutor(len(decoders)) as pool:
-                drains = list(pool.map(lambda name: [*client.drain(name, grace_s=0)], decoders))
+                drains = list(pool.map(lambda name: [*client.drain(name, grace_s=2.0)], decoders))
             for question, stream in zip(questions, streams, strict=True):
                 assert stream.end().tokens == reference.answer(question)
             assert {told[-1].state for told in drains} == {pb.WORKER_STATE_DRAINED}

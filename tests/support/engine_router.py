@@ -67,5 +67,5 @@ class EngineRouter:
     async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
         return 0
 
-    async def ready(self) -> bool:
-        return True
+    async def why_not_ready(self) -> None:
+        return None

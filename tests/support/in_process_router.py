@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from ripresa.cluster.routing.planner import NoWorker, nobody_among
 from ripresa.cluster.routing.prompt import Placed, PromptRequest, RouterEvent
 from ripresa.workers.errors import ErrorCode, RipresaError
 from ripresa.workers.kept_streams import KeptPrompt
@@ -132,8 +133,8 @@ class InProcessRouter:
     async def num_held_tokens(self, token_ids: Sequence[int], tenant_salt: bytes) -> int:
         return self.num_held.get(tenant_salt, 0)
 
-    async def ready(self) -> bool:
-        return self.is_ready
+    async def why_not_ready(self) -> NoWorker | None:
+        return None if self.is_ready else nobody_among(())
 
 
 def _logprobs(ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...]:

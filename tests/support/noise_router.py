@@ -76,5 +76,5 @@ class NoiseRouter:
     def explain(self, request_id: str) -> list[str]:
         raise RipresaError(ErrorCode.NOT_FOUND, "not remembered", field="request_id")
 
-    async def ready(self) -> bool:
-        return True
+    async def why_not_ready(self) -> None:
+        return None

@@ -350,6 +350,18 @@ def test_a_recipe_that_contradicts_itself_is_refused_before_the_model_is_read(
     assert told == []
 
 
+async def test_a_resumed_turn_has_the_tail_of_another_mode_that_came_before() -> None:
+    async with served(load()) as engine:
+        first = await answer(
+            engine, prompt(1, 61), tail=TailVariant.EXACT, mode=ReplayMode.EXACT, session_id="s"
+        )
+        longer = first.token_ids + first.output_ids + prompt(2, 3)
+        resumed = await answer(engine, longer, session_id="s")
+    assert (resumed.recipe.kind, resumed.recipe.tail) == (PlanKind.RESUME, TailVariant.EXACT)
+    result = await reproduce(resumed, loaded(replace(resumed, weights_digest=DIGEST), []))
+    assert result.difference is None
+
+
 async def test_the_recipe_without_the_contradiction_is_followed() -> None:
     assert len((await reproduce(FOLLOWED, loaded(FOLLOWED, []))).output_ids) == 12
 

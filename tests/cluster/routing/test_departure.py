@@ -17,6 +17,7 @@ from split_cluster import StepGate
 from suspensions import cancelled_at
 
 from ripresa.cluster.routing.execution import Execution
+from ripresa.cluster.routing.planner import AllLeaving
 from ripresa.cluster.routing.prompt import Hold, PromptRequest
 from ripresa.cluster.routing.router import MAX_EXECUTIONS
 from ripresa.workers.address import WorkerAddress, WorkerKind
@@ -319,7 +320,7 @@ async def test_nobody_left_to_take_requests() -> None:
         told = await drain(cluster, "d0")
         assert told[-1].state is WorkerState.DRAINED
         assert told[-1].num_sessions == 1  # told truly: nobody took it
-        assert not await cluster.router.ready()
+        assert isinstance(await cluster.router.why_not_ready(), AllLeaving)
         with pytest.raises(RipresaError, match="leaving") as refused:
             await cluster.ask(ask(tokens, "next", session="s"))
         assert refused.value.code is ErrorCode.UNAVAILABLE

@@ -382,6 +382,46 @@ async def test_whoever_finds_a_line_is_told_what_it_waits_for(leaves: bool) -> N
     cluster.router.check_integrity()
 
 
+async def test_what_fits_nowhere_waits_in_a_line_like_others() -> None:
+    """A worker is ready, if only not for this one: that is told when its turn comes."""
+    cluster = Cluster(decoders=1)
+    cluster.full, cluster.capacity = {"d0"}, {"d0": 20}
+    waiting = asyncio.create_task(
+        cluster.run(replace(PROMPT, request_id="first", max_queue_s=30.0))
+    )
+    await cluster.waited_for.wait()
+    too_long = replace(PROMPT, request_id="long", token_ids=tuple(range(30)))
+    for max_queue_s in (0.0, 0.01):
+        with pytest.raises(QueueTimeout):
+            await cluster.run(replace(too_long, max_queue_s=max_queue_s))
+    cluster.full.clear()
+    last = asyncio.create_task(cluster.run(replace(too_long, max_queue_s=30.0)))
+    cluster.report("d0")
+    check_answer(await waiting)
+    with pytest.raises(InvalidArgument, match=r"decoders\.num_blocks"):
+        await last
+
+
+async def test_who_found_nobody_is_told_of_those_that_came_since() -> None:
+    cluster = Cluster(decoders=1)
+    cluster.listed.clear()
+    late = asyncio.create_task(
+        cluster.run(replace(PROMPT, request_id="late", priority=1, max_queue_s=0.2))
+    )
+    await cluster.waited_for.wait()
+    first = asyncio.create_task(
+        cluster.run(replace(PROMPT, request_id="first", priority=0, max_queue_s=30.0))
+    )
+    cluster.listed, cluster.full = ["d0"], {"d0"}
+    cluster.report("d0")
+    with pytest.raises(QueueTimeout):
+        await late
+    assert await cluster.router.abort("first")
+    with pytest.raises(RipresaError, match="aborted"):
+        await first
+    cluster.router.check_integrity()
+
+
 async def test_a_full_worker_that_left_is_not_what_is_told() -> None:
     cluster = Cluster(decoders=1)
     cluster.full = {"d0"}

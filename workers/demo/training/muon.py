@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
-            state["momentum"] = torch.zeros_like(matrix)
-        momentum: torch.Tensor = state["momentum"]
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum: torch.Tensor = state["momentum_buffer"]
         momentum.lerp_(matrix.grad, 1 - group["momentum"])
         return matrix.grad.lerp_(momentum, group["momentum"])
 
